@@ -1,0 +1,96 @@
+"""Every setting, in one table: environment variables and the knobs of the public interface."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """Settings read from ``TK_SERVING_*`` when the package is imported; :func:`reload` reads them again."""
+
+    model_config = SettingsConfigDict(env_prefix="TK_SERVING_", extra="ignore", validate_assignment=True)
+
+    kernel_backend: Literal["auto", "tilekernels"] = Field(
+        "auto", description="set by the engines' --kernel-backend flag; carries the choice to worker processes"
+    )
+    disable: Annotated[frozenset[str], NoDecode] = Field(
+        frozenset(), description="comma-separated operators or sites that keep the engine's own code"
+    )
+    cpu: Literal["reference", "simulator"] = Field(
+        "reference", description="how CPU tensors run: torch reference, or the generated CUDA in the simulator"
+    )
+    check: bool = Field(False, description="also verify tensor contents (indices, scales) on the host; synchronises")
+    jit: Literal["allow", "warn", "forbid"] = Field(
+        "allow", description="what happens when a kernel was not built ahead of time"
+    )
+    kernel_cache: str = Field("", description="folder of kernels built ahead of time; empty: TileLang's own cache")
+    print_kernel_source: bool = Field(False, description="print the generated CUDA of every kernel that is built")
+    simulator_cache: str = Field("", description="folder of simulated kernels; empty: a per-user temporary folder")
+    state_dir: str = Field("", description="folder in which the processes of a server share their call counters")
+
+    @field_validator("disable", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            return frozenset(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+
+settings = Settings()
+
+
+def reload() -> Settings:
+    """Read the environment again into the one settings object."""
+    for name, value in Settings():
+        setattr(settings, name, value)
+    return settings
+
+
+_num_sms: int | None = None
+_token_alignment = 128
+
+
+def get_device_num_sms() -> int:
+    """Streaming multiprocessors of the current CUDA device; 132 (H100, H200, H800) where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return 132
+
+
+def get_num_sms() -> int:
+    """Bound on the blocks of persistent kernels; the whole device by default."""
+    return get_device_num_sms() if _num_sms is None else _num_sms
+
+
+def set_num_sms(n: int) -> None:
+    """Bound the blocks of persistent kernels. No result depends on it.
+
+    Raises:
+        ValueError: n is not in 1 ... the number of multiprocessors of the device.
+    """
+    global _num_sms
+    limit = get_device_num_sms()
+    if not 1 <= n <= limit:
+        raise ValueError(f"set_num_sms: n: expected 1 to {limit}, got {n}")
+    _num_sms = n
+
+
+def get_token_alignment() -> int:
+    """Row alignment of an expert's region in expert-major buffers."""
+    return _token_alignment
+
+
+def set_token_alignment(alignment: int) -> None:
+    """Set the row alignment of an expert's region.
+
+    Raises:
+        ValueError: alignment is below 1.
+    """
+    global _token_alignment
+    if alignment < 1:
+        raise ValueError(f"set_token_alignment: alignment: expected at least 1, got {alignment}")
+    _token_alignment = alignment

@@ -1,0 +1,109 @@
+"""What one call of an operator allocates and launches, decided from metadata alone."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Out:
+    """A tensor to allocate: shape, dtype and, where not row-major, strides.
+
+    With ``storage`` the tensor is a view of a larger allocation (padding rows of TMA-aligned scales); the
+    implementation that runs must define every stored element, padding included.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...] | None = None
+    storage: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def empty(self, device: torch.device) -> Tensor:
+        if self.strides is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        if self.storage is None:
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+        return torch.empty(self.storage, dtype=self.dtype, device=device).as_strided(self.shape, self.strides)
+
+    def zeros(self, device: torch.device) -> Tensor:
+        out = self.empty(device)
+        whole = out if self.storage is None else out.as_strided((self.storage,), (1,))
+        # Zero as bytes: fill_ is not implemented for every 1-byte float on every device.
+        (whole.view(torch.uint8) if whole.dtype.itemsize == 1 else whole).zero_()
+        return out
+
+
+@dataclass(frozen=True)
+class Existing:
+    """A result that the caller owns: the named argument, or one half (``index``) of a pair argument."""
+
+    argument: str
+    index: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One kernel launch.
+
+    Attributes:
+        kernel: ``"<family>.<file>"`` or ``"<family>.<file>:<builder>"`` below the family's ``kernels`` folder; the
+            builder (``build`` by default) returns a TileLang ``prim_func``.
+        config: compile-time arguments of the builder; two launches with equal kernel and config share one binary.
+        arguments: ``arguments(outputs, *public arguments)`` gives the run-time arguments of the ``prim_func``;
+            ``outputs`` are the plan's outputs followed by its scratch tensors.
+    """
+
+    kernel: str
+    config: dict[str, Any]
+    arguments: Callable[..., Sequence[Any]]
+    key: tuple = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", (self.kernel, *sorted(self.config.items())))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Launch) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __str__(self) -> str:
+        return f"{self.kernel}({', '.join(f'{k}={v}' for k, v in self.config.items())})"
+
+    @property
+    def builder(self) -> Callable[..., Any]:
+        family, _, rest = self.kernel.partition(".")
+        file, _, function = rest.partition(":")
+        return getattr(importlib.import_module(f"tk_serving.{family}.kernels.{file}"), function or "build")
+
+    def prim_func(self) -> Any:
+        """The TileLang function for this configuration. Imports TileLang."""
+        return self.builder(**self.config)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call does.
+
+    Attributes:
+        outputs: one entry for each tensor of the declared return type: to allocate, caller-owned, or None (absent).
+        launches: kernels in launch order; empty when there is no work (zero tokens): outputs are then zero-filled.
+        scratch: temporaries that the launches share.
+        refusal: why no kernel can run this call although the contract allows it; the reference runs instead.
+    """
+
+    outputs: tuple[Out | Existing | None, ...]
+    launches: tuple[Launch, ...] = ()
+    scratch: tuple[Out, ...] = ()
+    refusal: str | None = None
