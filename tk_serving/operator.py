@@ -27,6 +27,7 @@ from torch import Tensor
 
 from tk_serving import dispatch
 from tk_serving.compare import Equality
+from tk_serving.config import settings
 from tk_serving.plan import Existing, Launch, Out, Plan
 from tk_serving.workloads import Maker, Workload
 
@@ -61,6 +62,7 @@ class Operator:
     mutates: tuple[str, ...]
     traffic: Callable[..., int] | None
     finish: Callable[..., Any] | None
+    verify: Callable[..., None] | None
     parameters: tuple[_Parameter, ...] = field(default=(), repr=False)
     public: Callable[..., Any] = field(default=None, repr=False)  # type: ignore[assignment]
 
@@ -138,6 +140,8 @@ class Operator:
     def _impl(self, *flat: Any) -> Any:
         args = self._unflatten(flat)
         plan = self.plan(*args)
+        if settings.check and self.verify is not None:
+            self.verify(*args)
         return self._returned(plan, dispatch.run(self, plan, args, _device(args)))
 
     def _fake(self, *flat: Any) -> Any:
@@ -220,6 +224,7 @@ def operator(
     mutates: Sequence[str] = (),
     traffic: Callable[..., int] | None = None,
     finish: Callable[..., Any] | None = None,
+    verify: Callable[..., None] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare the operator whose torch reference is the decorated function.
 
@@ -237,6 +242,9 @@ def operator(
         traffic: ``traffic(*public arguments) -> bytes`` where inputs read once plus outputs written once is wrong.
         finish: ``finish(results, *public arguments)``: public result from the tensors of the schema, where the
             declared return type does not say it (preallocated outputs, optional results, host lists).
+        verify: ``verify(*public arguments)`` raises ValueError for invalid tensor contents (indices out of range,
+            scales that are no powers of two). Called with ``TK_SERVING_CHECK=1`` only, as it synchronises; without
+            it such contents have a defined, memory-safe result.
     """
 
     def declare(reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,6 +267,7 @@ def operator(
             mutates=tuple(mutates),
             traffic=traffic,
             finish=finish,
+            verify=verify,
             parameters=parameters,
         )
         if declared.name in _OPERATORS:

@@ -1,0 +1,21 @@
+"""The command line ``tk-serving``: one file for each command."""
+
+import typer
+
+from tk_serving.cli import demo, doctor, env, ops
+
+app = typer.Typer(
+    help="Kernels for DeepSeek-style models in vLLM, SGLang and transformers.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("env")(env.env)
+app.command("ops")(ops.ops)
+app.command("doctor")(doctor.doctor)
+app.command("demo")(demo.demo)
+
+
+def main() -> None:
+    """Entry point of the ``tk-serving`` script."""
+    app()

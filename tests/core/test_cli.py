@@ -1,0 +1,62 @@
+"""The command line, run as a user runs it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tk_serving.operator import operators
+
+
+def tk_serving(*arguments, **environment):
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-m", "tk_serving.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
+
+
+def test_ops_lists_every_operator():
+    done = tk_serving("ops", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert {row["name"] for row in rows} == {op.name for op in operators()}
+    for row in rows:
+        assert {"name", "family", "phase", "kernel", "reference", "archs", "workloads"} <= row.keys()
+        assert row["kernel"]
+        assert row["workloads"]
+
+
+def test_ops_of_one_family():
+    done = tk_serving("ops", "moe", "--json")
+    assert {row["family"] for row in json.loads(done.stdout)} == {"moe"}
+    wrong = tk_serving("ops", "mo")
+    assert wrong.returncode == 2
+    assert "expected one of quant, moe" in " ".join(wrong.stderr.replace("│", " ").split())
+
+
+def test_env_shows_versions_and_settings():
+    done = tk_serving("env", "--json", TK_SERVING_DISABLE="topk_gate")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["packages"]["torch"]
+    assert found["settings"]["TK_SERVING_DISABLE"] == "topk_gate"
+    assert tk_serving("env").returncode == 0
+
+
+def test_doctor_finds_nothing_broken_here():
+    done = tk_serving("doctor")
+    assert done.returncode == 0, done.stdout
+    assert "TileLang" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["env", "ops", "doctor", "demo"])
+def test_every_command_explains_itself(command):
+    done = tk_serving(command, "--help")
+    assert done.returncode == 0
+    assert "Usage" in done.stdout

@@ -1,0 +1,3 @@
+from tk_serving.cli import main
+
+main()
