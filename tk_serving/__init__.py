@@ -9,7 +9,18 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("quant", "moe", "engram", "mhc", "transpose", "transform", "modeling", "config", "reference", "simulator")
+_SUBMODULES = (
+    "quant",
+    "moe",
+    "engram",
+    "mhc",
+    "transpose",
+    "transform",
+    "modeling",
+    "config",
+    "reference",
+    "simulator",
+)
 
 
 def __getattr__(name: str) -> Any:

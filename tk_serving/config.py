@@ -27,7 +27,8 @@ class Settings(BaseSettings):
     jit: Literal["allow", "warn", "forbid"] = Field(
         "allow", description="what happens when a kernel was not built ahead of time"
     )
-    kernel_cache: str = Field("", description="folder of kernels built ahead of time; empty: TileLang's own cache")
+    kernel_cache: str = Field("", description="folder of kernels built ahead of time by `tk-serving build`")
+    local_cache: str = Field("", description="folder of kernels compiled here; empty: below the user's cache folder")
     print_kernel_source: bool = Field(False, description="print the generated CUDA of every kernel that is built")
     simulator_cache: str = Field("", description="folder of simulated kernels; empty: a per-user temporary folder")
     state_dir: str = Field("", description="folder in which the processes of a server share their call counters")

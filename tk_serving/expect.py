@@ -108,14 +108,23 @@ class Expect:
             if tensor.device != reference.device:
                 self.fail(name, f"device {reference.device} (that of {first})", tensor.device)
 
-    def same(self, argument: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> None:
+    def same(
+        self,
+        argument: str,
+        tensor: Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        strides: Sequence[int] | None = None,
+    ) -> None:
         """A preallocated tensor is exactly what would have been allocated."""
         self.dtype(argument, tensor, dtype)
         self.shape(argument, tensor, shape)
         if strides is None:
             self.that(tensor.is_contiguous(), argument, "a contiguous tensor", f"strides {list(tensor.stride())}")
         else:
-            self.that(list(tensor.stride()) == list(strides), argument, f"strides {list(strides)}", list(tensor.stride()))
+            self.that(
+                list(tensor.stride()) == list(strides), argument, f"strides {list(strides)}", list(tensor.stride())
+            )
 
 
 def short(dtype: torch.dtype) -> str:

@@ -63,6 +63,7 @@ class Operator:
     traffic: Callable[..., int] | None
     finish: Callable[..., Any] | None
     verify: Callable[..., None] | None
+    aliases: tuple[str, ...] = ()
     parameters: tuple[_Parameter, ...] = field(default=(), repr=False)
     public: Callable[..., Any] = field(default=None, repr=False)  # type: ignore[assignment]
 
@@ -129,7 +130,7 @@ class Operator:
         return None if decision.implementation in (dispatch.KERNEL, dispatch.SIMULATOR) else decision.reason
 
     def call(self, implementation: str, *args: Any, **kwargs: Any) -> Any:
-        """The public result by a named implementation (``reference``, ``simulator``, ``kernel``), whatever the settings."""
+        """The public result by a named implementation, whatever the settings say."""
         bound = self.bind(*args, **kwargs)
         plan = self.plan(*bound)
         flat = self._returned(plan, dispatch.run(self, plan, bound, _device(bound), implementation))
@@ -225,6 +226,7 @@ def operator(
     traffic: Callable[..., int] | None = None,
     finish: Callable[..., Any] | None = None,
     verify: Callable[..., None] | None = None,
+    aliases: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare the operator whose torch reference is the decorated function.
 
@@ -245,6 +247,7 @@ def operator(
         verify: ``verify(*public arguments)`` raises ValueError for invalid tensor contents (indices out of range,
             scales that are no powers of two). Called with ``TK_SERVING_CHECK=1`` only, as it synchronises; without
             it such contents have a defined, memory-safe result.
+        aliases: further names of the public function, in the family and among the references.
     """
 
     def declare(reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -268,10 +271,13 @@ def operator(
             traffic=traffic,
             finish=finish,
             verify=verify,
+            aliases=tuple(aliases),
             parameters=parameters,
         )
         if declared.name in _OPERATORS:
-            raise RuntimeError(f"operator {declared.name} is declared twice: {_OPERATORS[declared.name].module}, {declared.module}")
+            raise RuntimeError(
+                f"operator {declared.name} is declared twice: {_OPERATORS[declared.name].module}, {declared.module}"
+            )
         _register(declared)
         object.__setattr__(declared, "public", _public_function(declared))
         _OPERATORS[declared.name] = declared
@@ -291,7 +297,7 @@ def load_family(package: str) -> dict[str, Callable[..., Any]]:
         if not info.ispkg:
             importlib.import_module(f"{package}.{info.name}")
     family = package.rsplit(".", 1)[-1]
-    return {op.name: op.public for op in _OPERATORS.values() if op.family == family}
+    return {name: op.public for op in _OPERATORS.values() if op.family == family for name in (op.name, *op.aliases)}
 
 
 def operators(family: str | None = None) -> list[Operator]:
@@ -307,9 +313,10 @@ def find(name: str) -> Operator:
     Raises:
         ValueError: no such operator; the message names close ones.
     """
-    by_name = {op.name: op for op in operators()}
-    found = by_name.get(name.rsplit(".", 1)[-1])
-    if found is None or name not in (found.name, found.qualified_name):
+    by_name = {known: op for op in operators() for known in (op.name, *op.aliases)}
+    family, _, plain = name.rpartition(".")
+    found = by_name.get(plain)
+    if found is None or family not in ("", found.family):
         import difflib
 
         close = difflib.get_close_matches(name, by_name, n=3) or sorted(by_name)

@@ -54,7 +54,9 @@ class Workload:
     model: str = ""
 
 
-def serving(parameters: Callable[[Model], dict[str, Any] | None], models: Iterable[Model] = MODELS) -> tuple[Workload, ...]:
+def serving(
+    parameters: Callable[[Model], dict[str, Any] | None], models: Iterable[Model] = MODELS
+) -> tuple[Workload, ...]:
     """Decode and prefill workloads of every model for which ``parameters(model)`` is not None."""
     found = []
     for model in models:

@@ -34,7 +34,9 @@ def test_declaration_is_complete(op):
     assert op.phase in ("inference", "fine-tuning", "both")
     assert op.cases, "no test cases"
     assert op.workloads, "no workloads"
-    assert len(op.equality) in (1, op.num_results + len(op.mutates)), "one rule, or one for each result and mutated argument"
+    assert len(op.equality) in (1, op.num_results + len(op.mutates)), (
+        "one rule, or one for each result and mutated argument"
+    )
     assert set(op.mutates) <= set(op.signature.parameters)
     assert op.shape_classes(), "no kernel is built for any workload"
     assert getattr(torch.ops.tk_serving, op.name).default is not None
@@ -57,7 +59,9 @@ def test_fake_implementation_agrees_with_the_real_one(op):
     args = op.bind(*op.inputs(Maker("cpu"), **case))
     positional, keywords = dispatch.args_by_kind(op, args)
     with FakeTensorMode() as mode:
-        fake_args = tree_map(lambda v: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v, (positional, keywords))
+        fake_args = tree_map(
+            lambda v: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v, (positional, keywords)
+        )
         try:
             fake = op.leaves(op.public(*fake_args[0], **fake_args[1]))
         except RuntimeError as error:
@@ -183,7 +187,9 @@ def test_preallocated_output_is_written_and_returned(_undeclare):
 
     double = _declare(
         _as_family(test_double),
-        lambda x, out: Plan((Existing("out") if out is not None else Out(tuple(x.shape), x.dtype),), refusal="no kernel"),
+        lambda x, out: Plan(
+            (Existing("out") if out is not None else Out(tuple(x.shape), x.dtype),), refusal="no kernel"
+        ),
         mutates=("out",),
         finish=lambda result, x, out: result if out is None else out,
     )
@@ -210,7 +216,9 @@ def test_keyword_only_and_pair_arguments(_undeclare):
     assert pair.operator.schema == "test_pair(Tensor x, Tensor? x_1, float factor) -> (Tensor, Tensor)"
     assert pair((torch.zeros(2), torch.ones(3)), factor=3)[1].tolist() == [3.0, 3.0, 3.0]
     assert pair(torch.zeros(2))[1].tolist() == [2.0]
-    with pytest.raises(TypeError, match=r"x: expected a torch.Tensor or a \(data, sf\) pair of tensors, got a tuple of 3"):
+    with pytest.raises(
+        TypeError, match=r"x: expected a torch.Tensor or a \(data, sf\) pair of tensors, got a tuple of 3"
+    ):
         pair((torch.zeros(2),) * 3)
 
 

@@ -9,7 +9,9 @@ import typer
 
 def demo(
     engine: Annotated[str, typer.Option(help="Serving engine: vllm.")] = "vllm",
-    simulate: Annotated[bool, typer.Option("--simulate", help="On a CPU, run the generated CUDA in the simulator.")] = False,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="On a CPU, run the generated CUDA in the simulator.")
+    ] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoint and the server logs.")] = False,
 ) -> None:
     """Serve a tiny DeepSeek-V3 with and without --kernel-backend tilekernels and compare the answers."""

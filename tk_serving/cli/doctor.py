@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 
 from tk_serving.cli.env import collect
+from tk_serving.compile import cache
+from tk_serving.config import settings
 from tk_serving.dispatch import MIN_CAPABILITY
 
 
@@ -26,7 +28,7 @@ class Finding:
 def diagnose() -> list[Finding]:
     """Run every check; creates no CUDA context."""
     found = collect()
-    checks: tuple[Callable[[dict], Finding], ...] = (_tilelang, _nvcc, _device, _plugin, _engine)
+    checks: tuple[Callable[[dict], Finding], ...] = (_tilelang, _nvcc, _device, _cache, _plugin, _engine)
     return [check(found) for check in checks]
 
 
@@ -69,11 +71,22 @@ def _device(found: dict) -> Finding:
     return Finding("device", True, devices[0])
 
 
+def _cache(found: dict) -> Finding:
+    if not settings.kernel_cache:
+        return Finding(
+            "prebuilt kernels", None, "TK_SERVING_KERNEL_CACHE is not set: kernels are compiled on first use"
+        )
+    reason = cache.refusal()
+    return Finding("prebuilt kernels", not reason, reason or settings.kernel_cache)
+
+
 def _plugin(found: dict) -> Finding:
     names = [entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")]
     if "tilekernels" in names:
         return Finding("vLLM plugin", True, "entry point tilekernels is registered")
-    return Finding("vLLM plugin", False, "entry point tilekernels is missing: install tk-serving with pip, not by PYTHONPATH")
+    return Finding(
+        "vLLM plugin", False, "entry point tilekernels is missing: install tk-serving with pip, not by PYTHONPATH"
+    )
 
 
 def _engine(found: dict) -> Finding:

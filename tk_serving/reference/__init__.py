@@ -10,11 +10,11 @@ from tk_serving.operator import operators
 
 def __getattr__(name: str) -> Callable[..., Any]:
     for op in operators():
-        if op.name == name:
+        if name in (op.name, *op.aliases):
             call = functools.partial(op.call, REFERENCE)
             return functools.update_wrapper(call, op.reference)
     raise AttributeError(f"module 'tk_serving.reference' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(op.name for op in operators())
+    return sorted(name for op in operators() for name in (op.name, *op.aliases))

@@ -1,0 +1,143 @@
+"""Building kernels ahead of time: every shape class of the chosen models, in parallel, without a GPU."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import datetime
+import json
+import multiprocessing
+import pathlib
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tk_serving
+from tk_serving.compile import cache, kernels
+from tk_serving.operator import operators
+from tk_serving.plan import Launch
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to build: named by its declaration, because launches hold functions that cannot be pickled."""
+
+    operator: str
+    label: str
+    launch: str
+    digest: str
+    arch: str
+
+
+@dataclass(frozen=True)
+class Built:
+    """A finished job; ``error`` is empty where it succeeded."""
+
+    job: Job
+    file: str
+    seconds: float
+    error: str = ""
+
+
+def jobs(models: Sequence[str], archs: Sequence[str]) -> list[Job]:
+    """The kernels that the models need, each once."""
+    found: dict[str, Job] = {}
+    for op in operators():
+        wanted = [workload for workload in op.workloads if workload.model in models]
+        for launch, label in op.shape_classes(wanted).items():
+            for arch in archs:
+                name = cache.digest(launch, arch)
+                found.setdefault(name, Job(op.name, label, str(launch), name, arch))
+    return list(found.values())
+
+
+def build(
+    todo: Sequence[Job], folder: pathlib.Path, workers: int, done: Callable[[Built], None] = lambda built: None
+) -> list[Built]:
+    """Build jobs into a cache folder with ``workers`` processes; ``done`` is told of each."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        futures = [pool.submit(_build, job, folder) for job in todo]
+        results = []
+        for future in concurrent.futures.as_completed(futures):
+            results.append(future.result())
+            done(results[-1])
+    return results
+
+
+def write_manifest(folder: pathlib.Path, built: Sequence[Built], models: Sequence[str], archs: Sequence[str]) -> None:
+    """Describe a cache folder, so that a server can tell whether it is the right one."""
+    entries = {
+        result.job.digest: {
+            "file": result.file,
+            "sha256": cache.checksum(folder / result.file),
+            "operator": result.job.operator,
+            "launch": result.job.launch,
+            "arch": result.job.arch,
+        }
+        for result in sorted(built, key=lambda result: result.file)
+    }
+    manifest = {
+        "format": cache.FORMAT,
+        "tk-serving": tk_serving.__version__,
+        "git revision": _revision(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "nvcc": _nvcc(),
+        "fingerprint": cache.fingerprint(),
+        "models": list(models),
+        "archs": list(archs),
+        "kernels": entries,
+    }
+    (folder / cache.MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def load_all(folder: pathlib.Path, arch: str) -> int:
+    """Load every kernel of a prebuilt cache for one architecture; the number of them.
+
+    Raises:
+        CacheRefusedError: the cache is not one of this installation, or a file is damaged.
+    """
+    ahead = cache.Prebuilt(folder)
+    names = {digest: entry for digest, entry in ahead.manifest["kernels"].items() if entry["arch"] == arch}
+    for job in jobs(ahead.manifest["models"], [arch]):
+        if job.digest in names:
+            kernels.load(_launch(job), arch)
+    return len(names)
+
+
+def _launch(job: Job) -> Launch:
+    op = next(op for op in operators() if op.name == job.operator)
+    for launch in op.shape_classes([workload for workload in op.workloads if workload.label == job.label]):
+        if cache.digest(launch, job.arch) == job.digest:
+            return launch
+    raise RuntimeError(f"{job.operator}: {job.launch} is no shape class of {job.label}")
+
+
+def _build(job: Job, folder: pathlib.Path) -> Built:
+    import logging
+
+    logging.getLogger("tilelang").setLevel(logging.ERROR)
+    start = time.perf_counter()
+    try:
+        file = kernels.build(_launch(job), job.arch, folder)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}".splitlines()
+        return Built(job, "", time.perf_counter() - start, "\n".join(message[:40]))
+    return Built(job, file.relative_to(folder).as_posix(), time.perf_counter() - start)
+
+
+def _revision() -> str:
+    root = pathlib.Path(__file__).resolve().parents[2]
+    return _output(["git", "-C", str(root), "describe", "--always", "--dirty"]) or "unknown"
+
+
+def _nvcc() -> str:
+    return next((line for line in _output(["nvcc", "--version"]).splitlines() if "release" in line), "unknown")
+
+
+def _output(command: list[str]) -> Any:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
