@@ -15,23 +15,33 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TK_SERVING_", extra="ignore", validate_assignment=True)
 
     kernel_backend: Literal["auto", "tilekernels"] = Field(
-        "auto", description="set by the engines' --kernel-backend flag; carries the choice to worker processes"
+        default="auto", description="set by the engines' --kernel-backend flag; carries the choice to worker processes"
     )
     disable: Annotated[frozenset[str], NoDecode] = Field(
-        frozenset(), description="comma-separated operators or sites that keep the engine's own code"
+        default=frozenset(), description="comma-separated operators or sites that keep the engine's own code"
     )
     cpu: Literal["reference", "simulator"] = Field(
-        "reference", description="how CPU tensors run: torch reference, or the generated CUDA in the simulator"
+        default="reference", description="how CPU tensors run: torch reference, or the generated CUDA in the simulator"
     )
-    check: bool = Field(False, description="also verify tensor contents (indices, scales) on the host; synchronises")
+    check: bool = Field(
+        default=False, description="also verify tensor contents (indices, scales) on the host; synchronises"
+    )
     jit: Literal["allow", "warn", "forbid"] = Field(
-        "allow", description="what happens when a kernel was not built ahead of time"
+        default="allow", description="what happens when a kernel was not built ahead of time"
     )
-    kernel_cache: str = Field("", description="folder of kernels built ahead of time by `tk-serving build`")
-    local_cache: str = Field("", description="folder of kernels compiled here; empty: below the user's cache folder")
-    print_kernel_source: bool = Field(False, description="print the generated CUDA of every kernel that is built")
-    simulator_cache: str = Field("", description="folder of simulated kernels; empty: a per-user temporary folder")
-    state_dir: str = Field("", description="folder in which the processes of a server share their call counters")
+    kernel_cache: str = Field(default="", description="folder of kernels built ahead of time by `tk-serving build`")
+    local_cache: str = Field(
+        default="", description="folder of kernels compiled here; empty: below the user's cache folder"
+    )
+    print_kernel_source: bool = Field(
+        default=False, description="print the generated CUDA of every kernel that is built"
+    )
+    simulator_cache: str = Field(
+        default="", description="folder of simulated kernels; empty: a per-user temporary folder"
+    )
+    state_dir: str = Field(
+        default="", description="folder in which the processes of a server share their call counters"
+    )
 
     @field_validator("disable", mode="before")
     @classmethod

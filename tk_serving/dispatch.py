@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tk_serving.config import settings
-from tk_serving.plan import Existing, Out, Plan
+from tk_serving.plan import Existing, Given, Out, Plan
 
 if TYPE_CHECKING:
     from tk_serving.operator import Operator
@@ -87,7 +87,7 @@ def run(op: Operator, plan: Plan, args: tuple, device: torch.device, implementat
     if decision.implementation == NOTHING:
         outputs = _outputs(op, plan, args, device, zero=True)
         for out, slot in zip(outputs, plan.outputs, strict=True):
-            if isinstance(slot, Existing) and out is not None:
+            if not isinstance(slot, Out) and out is not None:
                 out.zero_()
         return outputs
     if plan.refusal is not None:
@@ -142,6 +142,8 @@ def _outputs(op: Operator, plan: Plan, args: tuple, device: torch.device, zero: 
     for slot in plan.outputs:
         if isinstance(slot, Out):
             outputs.append(slot.zeros(device) if zero else slot.empty(device))
+        elif isinstance(slot, Given):
+            outputs.append(slot.tensor)
         else:
             outputs.append(None if slot is None else _existing(op, slot, args))
     return outputs

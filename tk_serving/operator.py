@@ -64,6 +64,7 @@ class Operator:
     finish: Callable[..., Any] | None
     verify: Callable[..., None] | None
     aliases: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
     parameters: tuple[_Parameter, ...] = field(default=(), repr=False)
     public: Callable[..., Any] = field(default=None, repr=False)  # type: ignore[assignment]
 
@@ -94,8 +95,10 @@ class Operator:
         return typing.get_type_hints(self.reference)["return"]
 
     def bind(self, *args: Any, **kwargs: Any) -> tuple:
-        """The complete positional arguments of a call, defaults included."""
-        bound = self.signature.bind(*args, **kwargs)
+        """The complete positional arguments of a call, defaults included; keyword-only ones may come by position too."""
+        positional = sum(not p.keyword_only for p in self.parameters)
+        by_position = dict(zip((p.name for p in self.parameters[positional:]), args[positional:], strict=False))
+        bound = self.signature.bind(*args[:positional], *args[len(self.parameters) :], **by_position, **kwargs)
         bound.apply_defaults()
         return tuple(bound.arguments.values())
 
@@ -135,6 +138,15 @@ class Operator:
         plan = self.plan(*bound)
         flat = self._returned(plan, dispatch.run(self, plan, bound, _device(bound), implementation))
         return self.finish(flat, *bound) if self.finish else _structure(self._return_type)(flat)
+
+    def into(self, outputs: Sequence[Tensor | None], *args: Any, **kwargs: Any) -> None:
+        """Run a call that writes its results into the caller's tensors, in the order of the declared return type.
+
+        For adapters whose engine has allocated the outputs already; the tensors must have the exact shape, dtype and
+        strides that the call would allocate (``ValueError`` otherwise). Not traceable by ``torch.compile``.
+        """
+        bound = self.bind(*args, **kwargs)
+        dispatch.run(self, self.plan(*bound).into(outputs), bound, _device(bound))
 
     # -- torch.library implementations; they receive the flat arguments of the schema --------------------------
 
@@ -227,6 +239,7 @@ def operator(
     finish: Callable[..., Any] | None = None,
     verify: Callable[..., None] | None = None,
     aliases: Sequence[str] = (),
+    peers: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare the operator whose torch reference is the decorated function.
 
@@ -248,6 +261,8 @@ def operator(
             scales that are no powers of two). Called with ``TK_SERVING_CHECK=1`` only, as it synchronises; without
             it such contents have a defined, memory-safe result.
         aliases: further names of the public function, in the family and among the references.
+        peers: implementations of others that benchmarks compare with: ``"<engine>"`` or ``"<engine>:<function>"``, a
+            function of ``tk_serving.bench.peers.<engine>``; by default the one of the operator's name.
     """
 
     def declare(reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,6 +287,7 @@ def operator(
             finish=finish,
             verify=verify,
             aliases=tuple(aliases),
+            peers=tuple(peers),
             parameters=parameters,
         )
         if declared.name in _OPERATORS:
@@ -367,7 +383,7 @@ def _public_function(op: Operator) -> Callable[..., Any]:
         "__structure__": _structure(op._return_type),
     }
     exec(compile(source, f"<tk_serving.{op.qualified_name}>", "exec"), namespace)
-    function = functools.update_wrapper(namespace[op.name], op.reference)  # type: ignore[type-var]
+    function: Any = functools.update_wrapper(namespace[op.name], op.reference)
     defaults = {p.name: p.default for p in op.signature.parameters.values() if p.default is not p.empty}
     keyword_only = {p.name for p in op.parameters if p.keyword_only}
     function.__defaults__ = tuple(v for k, v in defaults.items() if k not in keyword_only) or None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,13 @@ class Existing:
 
     argument: str
     index: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """A tensor that takes the place of an allocation; made by :meth:`Plan.into`."""
+
+    tensor: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +110,36 @@ class Plan:
         refusal: why no kernel can run this call although the contract allows it; the reference runs instead.
     """
 
-    outputs: tuple[Out | Existing | None, ...]
+    outputs: tuple[Out | Existing | Given | None, ...]
     launches: tuple[Launch, ...] = ()
     scratch: tuple[Out, ...] = ()
     refusal: str | None = None
+
+    def into(self, tensors: Sequence[Tensor | None]) -> Plan:
+        """The same call writing to these tensors instead of allocating.
+
+        Raises:
+            ValueError: a tensor differs from the allocation in shape, dtype or strides, or the allocation has padding
+                rows behind it, which the tensor's own storage need not have.
+        """
+        outputs: list[Out | Existing | Given | None] = []
+        for i, (slot, tensor) in enumerate(zip(self.outputs, tensors, strict=True)):
+            if not isinstance(slot, Out) or tensor is None:
+                outputs.append(slot)
+                continue
+            if tensor.dtype != slot.dtype or tuple(tensor.shape) != tuple(slot.shape):
+                same = False
+            elif slot.strides is None:
+                same = tensor.is_contiguous()
+            else:
+                same = all(a == b for a, b, n in zip(slot.strides, tensor.stride(), slot.shape, strict=True) if n > 1)
+            if not same:
+                layout = "contiguous" if slot.strides is None else f"strides {list(slot.strides)}"
+                raise ValueError(
+                    f"into: output {i}: expected {slot.dtype} {list(slot.shape)} {layout}, "
+                    f"got {tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())}"
+                )
+            if slot.storage is not None and slot.storage > tensor.numel():
+                raise ValueError(f"into: output {i}: expected a layout without padding rows, got {slot}")
+            outputs.append(Given(tensor))
+        return replace(self, outputs=tuple(outputs))

@@ -21,7 +21,7 @@ def _clean_counters():
 
 
 @pytest.fixture
-def _setting():
+def change_settings():
     saved = dict(settings)
     yield lambda **values: [setattr(settings, key, value) for key, value in values.items()]
     for key, value in saved.items():
@@ -129,8 +129,8 @@ def test_calls_are_counted_with_their_reason():
     ]
 
 
-def test_switched_off_operator_runs_its_reference(_setting):
-    _setting(disable=frozenset({"topk_gate"}))
+def test_switched_off_operator_runs_its_reference(change_settings):
+    change_settings(disable=frozenset({"topk_gate"}))
     moe.topk_gate(torch.zeros(2, 3), 1)
     assert dispatch.counters()[0]["reason"] == "switched off by TK_SERVING_DISABLE"
     assert find("topk_gate").refusal(torch.zeros(2, 3), 1) == "switched off by TK_SERVING_DISABLE"
@@ -171,7 +171,7 @@ def _as_family(function):
 
 
 @pytest.fixture
-def _undeclare():
+def undeclare():
     from tk_serving import operator as module
 
     before = set(module._OPERATORS)
@@ -180,7 +180,8 @@ def _undeclare():
         del module._OPERATORS[name]
 
 
-def test_preallocated_output_is_written_and_returned(_undeclare):
+@pytest.mark.usefixtures("undeclare")
+def test_preallocated_output_is_written_and_returned():
     def test_double(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Twice x."""
         return x * 2
@@ -200,7 +201,8 @@ def test_preallocated_output_is_written_and_returned(_undeclare):
     assert double.operator.schema == "test_double(Tensor x, Tensor(a!)? out) -> Tensor"
 
 
-def test_keyword_only_and_pair_arguments(_undeclare):
+@pytest.mark.usefixtures("undeclare")
+def test_keyword_only_and_pair_arguments():
     from tk_serving.operator import Quantized
 
     def test_pair(x: torch.Tensor | Quantized, *, factor: float = 2.0) -> Quantized:
@@ -222,7 +224,8 @@ def test_keyword_only_and_pair_arguments(_undeclare):
         pair((torch.zeros(2),) * 3)
 
 
-def test_one_name_is_declared_once(_undeclare):
+@pytest.mark.usefixtures("undeclare")
+def test_one_name_is_declared_once():
     def topk_gate(x: torch.Tensor) -> torch.Tensor:
         """Again."""
         return x
@@ -231,7 +234,8 @@ def test_one_name_is_declared_once(_undeclare):
         _declare(_as_family(topk_gate), lambda x: Plan(()))
 
 
-def test_contents_are_verified_on_request(_undeclare, _setting):
+@pytest.mark.usefixtures("undeclare")
+def test_contents_are_verified_on_request(change_settings):
     def test_verified(x: torch.Tensor) -> torch.Tensor:
         """x."""
         return x.clone()
@@ -244,6 +248,6 @@ def test_contents_are_verified_on_request(_undeclare, _setting):
         _as_family(test_verified), lambda x: Plan((Out(tuple(x.shape), x.dtype),), refusal="no kernel"), verify=verify
     )
     verified(torch.tensor([-1.0]))
-    _setting(check=True)
+    change_settings(check=True)
     with pytest.raises(ValueError, match="no negative value"):
         verified(torch.tensor([-1.0]))

@@ -81,7 +81,7 @@ def write_manifest(folder: pathlib.Path, built: Sequence[Built], models: Sequenc
     manifest = {
         "format": cache.FORMAT,
         "tk-serving": tk_serving.__version__,
-        "git revision": _revision(),
+        "git revision": revision(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "nvcc": _nvcc(),
         "fingerprint": cache.fingerprint(),
@@ -127,7 +127,8 @@ def _build(job: Job, folder: pathlib.Path) -> Built:
     return Built(job, file.relative_to(folder).as_posix(), time.perf_counter() - start)
 
 
-def _revision() -> str:
+def revision() -> str:
+    """Git revision of this checkout, or ``unknown`` outside one."""
     root = pathlib.Path(__file__).resolve().parents[2]
     return _output(["git", "-C", str(root), "describe", "--always", "--dirty"]) or "unknown"
 

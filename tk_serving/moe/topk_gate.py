@@ -17,7 +17,9 @@ def _plan(scores: Tensor, num_topk: int) -> Plan:
     tokens, experts = _expect.tensor("scores", scores, torch.float32, ("T", "E"))
     _expect.that(1 <= experts <= MAX_EXPERTS, "scores", f"1 to {MAX_EXPERTS} experts", experts)
     _expect.between("num_topk", num_topk, 1, experts)
-    launch = Launch("moe.topk_gate", {"num_experts": experts, "num_topk": num_topk}, lambda out, scores, _: (scores, out[0]))
+    launch = Launch(
+        "moe.topk_gate", {"num_experts": experts, "num_topk": num_topk}, lambda out, scores, _: (scores, out[0])
+    )
     return Plan((Out((tokens, num_topk), torch.int64),), (launch,) if tokens else ())
 
 

@@ -26,7 +26,7 @@ def build(num_experts: int, num_topk: int):
                     if j * 32 + lane < num_experts:
                         keys[j] = sortable(scores[token, j * 32 + lane])
                 for k in T.serial(num_topk):
-                    best_of_warp(keys, best, lane, per_lane)
+                    best_of_warp(keys, best, lane, per_lane, 32)
                     if lane == k % 32:
                         chosen[0] = best[1]
                     if k % 32 == 31 or k == num_topk - 1:

@@ -1,0 +1,137 @@
+"""SwiGLU of dense layers, of shared experts and, on CUDA, of routed experts, with and without quantisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_serving.quant import swiglu_forward, swiglu_forward_and_per_token_cast
+from tk_serving_patches import Function, Override, Site
+from tk_serving_vllm.sites._calls import left_to_engine, on, refusal
+
+_FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+_PLAIN = ("swiglu_forward",)
+_QUANTISED = ("swiglu_forward_and_per_token_cast",)
+
+# vLLM's kernel bounds the scale, not the maximum, from below: by 1 / (448 * 512).
+_SMALLEST_MAXIMUM = 1 / 512
+
+
+def _silu_and_mul(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``torch.ops._C.silu_and_mul``: every plain SwiGLU on CUDA, also in compiled graphs."""
+
+    def silu_and_mul(out: Tensor, input: Tensor) -> None:
+        rows = input.reshape(-1, input.shape[-1])
+        target = out.view(-1, out.shape[-1])
+        reason = _unsupported(input, out)
+        if reason is None:
+            reason = refusal(swiglu_forward, rows, _FORMATS[out.dtype])
+        if reason is None:
+            swiglu_forward.operator.into([target], rows, _FORMATS[out.dtype])
+        else:
+            left_to_engine(_PLAIN, reason)
+            original(out, input)
+
+    return silu_and_mul
+
+
+def _unsupported(input: Tensor, out: Tensor) -> str | None:
+    if out.dtype not in _FORMATS or input.dtype != out.dtype:
+        return f"dtype {out.dtype}"
+    if not input.is_contiguous() or not out.is_contiguous():
+        return "tensors with gaps"
+    return None
+
+
+def _silu_and_mul_per_block_quant(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``torch.ops._C.silu_and_mul_per_block_quant``: Triton experts, and what vLLM's graph pass fuses."""
+
+    def silu_and_mul_per_block_quant(
+        out: Tensor,
+        input: Tensor,
+        scales: Tensor,
+        group_size: int,
+        scale_ub: Tensor | None = None,
+        is_scale_transposed: bool = False,
+    ) -> None:
+        call = (input, "e4m3", group_size)
+        options = {"use_tma_aligned_col_major_sf": is_scale_transposed, "sf_clamp_min": _SMALLEST_MAXIMUM}
+        reason: str | None
+        if out.dtype != torch.float8_e4m3fn:
+            reason = f"dtype {out.dtype}"
+        elif scale_ub is not None:
+            reason = "an upper bound for the scales"
+        elif is_scale_transposed and input.shape[0] % 4:
+            reason = "column-major scales without padding rows"
+        else:
+            reason = refusal(swiglu_forward_and_per_token_cast, *call, **options)
+        if reason is None:
+            swiglu_forward_and_per_token_cast.operator.into([out, scales], *call, **options)
+        else:
+            left_to_engine(_QUANTISED, reason)
+            original(out, input, scales, group_size, scale_ub, is_scale_transposed)
+
+    return silu_and_mul_per_block_quant
+
+
+def _forward_native(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``SiluAndMul`` of the CPU build, which does not call the operator above."""
+
+    def forward_native(x: Tensor) -> Tensor:
+        reason = None if x.dtype in _FORMATS else f"dtype {x.dtype}"
+        if reason is None and not torch.compiler.is_compiling():
+            reason = refusal(swiglu_forward, x.reshape(-1, x.shape[-1]), _FORMATS[x.dtype])
+        if reason is not None:
+            left_to_engine(_PLAIN, reason)
+            return original(x)
+        rows = swiglu_forward(x.reshape(-1, x.shape[-1]).contiguous(), _FORMATS[x.dtype])
+        return rows.view(*x.shape[:-1], x.shape[-1] // 2)
+
+    return forward_native
+
+
+_UNTIL = "vLLM keeps a table of implementations for its activation operators."
+
+SITES = (
+    Site(
+        name="swiglu",
+        operators=_PLAIN,
+        patches=(Override("_C::silu_and_mul", "CUDA", _silu_and_mul, "(Tensor! out, Tensor input) -> ()"),),
+        why="Dense layers, shared experts and unquantised routed experts; f32 inside, one rounding.",
+        how="Replaces the kernel behind vLLM's operator, so that its graph passes still find and fuse the operator; "
+        "the option custom_ops=+silu_and_mul, set with the flag, keeps Inductor from bypassing it.",
+        until=_UNTIL,
+        unsuitable=on("cuda"),
+    ),
+    Site(
+        name="swiglu-quant",
+        operators=_QUANTISED,
+        patches=(
+            Override(
+                "_C::silu_and_mul_per_block_quant",
+                "CUDA",
+                _silu_and_mul_per_block_quant,
+                "(Tensor! out, Tensor input, Tensor! scales, int group_size, Tensor? scale_ub, "
+                "bool is_scale_transposed) -> ()",
+            ),
+        ),
+        why="FP8 models: SwiGLU and the cast for the second product, in one pass over the rows.",
+        how="Keeps vLLM's layout and its lower bound of the scale; leaves scales with an upper bound, int8, and "
+        "unpadded column-major scales to vLLM.",
+        until=_UNTIL,
+        unsuitable=on("cuda"),
+    ),
+    Site(
+        name="swiglu",
+        operators=_PLAIN,
+        patches=(Function("vllm.model_executor.layers.activation:SiluAndMul.forward_native", _forward_native),),
+        why="The same operator as on CUDA, so that the CPU build can try it.",
+        how="Runs the torch reference: f32 inside, one rounding, where vLLM rounds the gate first.",
+        until=_UNTIL,
+        sources={"0.32.0": "075ee4e32ab6e2ab"},
+        unsuitable=on("cpu"),
+    ),
+)

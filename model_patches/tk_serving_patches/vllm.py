@@ -1,0 +1,15 @@
+"""Which sites the model classes of vLLM use.
+
+Names are those of :mod:`tk_serving_vllm.sites`. The models of one row share their classes: V3 and V3.2 are built from
+the V2 classes.
+"""
+
+from __future__ import annotations
+
+ROUTED = ("routing", "routed-experts", "routed-experts-triton", "routed-experts-deepgemm")
+DENSE = ("swiglu", "swiglu-quant")
+
+MODELS: dict[str, tuple[str, ...]] = {
+    "DeepseekV2ForCausalLM": ROUTED + DENSE,
+    "DeepseekV3ForCausalLM": ROUTED + DENSE,
+}

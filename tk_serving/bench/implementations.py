@@ -1,0 +1,148 @@
+"""Ours and the peers behind one interface: compared with the reference first, then ready to be timed."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tk_serving import dispatch
+from tk_serving.bench import peers
+from tk_serving.bench.agreement import Agreement, compare, written
+from tk_serving.bench.inputs import Inputs
+from tk_serving.bench.peers import COMPILED, REFERENCE, PeerCall, PeerUnavailableError
+from tk_serving.bench.selection import Task
+from tk_serving.bench.timing import Sampler, Timer
+
+log = logging.getLogger(__name__)
+
+OURS = "tk-serving"
+
+
+class DeviceLostError(RuntimeError):
+    """An implementation left the device unusable; nothing more can be measured in this process."""
+
+
+@dataclass
+class Ready:
+    """An implementation of one row that can be timed."""
+
+    sampler: Sampler
+    agreement: Agreement
+    note: str = ""
+
+
+class Subject:
+    """One row on one device: its inputs, its expected results, and the calls of any implementation on them."""
+
+    def __init__(self, task: Task, device: str) -> None:
+        self.task, self.device = task, device
+        self.inputs = Inputs(task, device)
+
+    def maker(self, name: str) -> Callable[[tuple], PeerCall]:
+        """``maker(name)(arguments)`` is the prepared call of an implementation.
+
+        Raises:
+            PeerUnavailableError: with the reason; so may the maker.
+        """
+        op = self.task.op
+        if name == OURS:
+            refusal = op.refusal(*self._by_kind(self.inputs[0])[0], **self._by_kind(self.inputs[0])[1])
+            if refusal and self.device != "cpu":
+                raise PeerUnavailableError(f"no kernel for this call: {refusal}")
+            return functools.partial(self._direct, op.public)
+        if name == REFERENCE:
+            return functools.partial(self._direct, op.reference)
+        if name == COMPILED:
+            return functools.partial(self._direct, _compiled(op.name, repr(sorted(self.task.params.items()))))
+        return lambda args: peers.prepare(name, op.name, self.inputs.by_name(args))
+
+    def agreement(self, name: str, make: Callable[[tuple], PeerCall]) -> Agreement:
+        """Whether an implementation delivers what the reference delivers, on inputs of its own."""
+        args = self.inputs.fresh()
+        call = make(args)
+        if call.result is None:
+            return Agreement(None, f"not compared: {call.note}")
+        actual = written(self.task.op, args, call.result(call.run()))
+        return compare(self.task.op, actual, self._expected, peer=name != OURS)
+
+    @functools.cached_property
+    def _expected(self) -> list[Any]:
+        args = self.inputs.fresh()
+        positional, keywords = self._by_kind(args)
+        return written(self.task.op, args, self.task.op.call(dispatch.REFERENCE, *positional, **keywords))
+
+    def _direct(self, function: Callable[..., Any], args: tuple) -> PeerCall:
+        positional, keywords = self._by_kind(args)
+        return PeerCall(functools.partial(function, *positional, **keywords))
+
+    def _by_kind(self, args: tuple) -> tuple[list[Any], dict[str, Any]]:
+        return dispatch.args_by_kind(self.task.op, args)
+
+
+class Bench:
+    """Prepares implementations on one device of this process; holds one row at a time."""
+
+    def __init__(self, timer: Timer, device: str = "cuda", check: bool = True) -> None:
+        self.timer, self.device, self.check = timer, device, check
+        self._subject: Subject | None = None
+
+    def start(self, task: Task) -> Subject:
+        """The row on the device; made anew unless it is the current one."""
+        if self._subject is None or self._subject.task is not task:
+            self.finish()
+            self._subject = Subject(task, self.device)
+        return self._subject
+
+    def finish(self) -> None:
+        """Free the current row."""
+        self._subject = None
+        if self.device != "cpu":
+            free, total = torch.cuda.mem_get_info()
+            if free < total // 2:  # memory of destroyed graphs stays reserved until then
+                torch.cuda.empty_cache()
+
+    def prepare(self, name: str, task: Task, mode: str) -> Ready:
+        """Compare an implementation with the reference and make it ready.
+
+        Raises:
+            PeerUnavailableError: with the reason.
+            DeviceLostError: the device is unusable now.
+        """
+        subject = self.start(task)
+        try:
+            make = subject.maker(name)
+            note = make(subject.inputs[0]).note
+            agreement = subject.agreement(name, make) if self.check else Agreement(None, "not compared")
+            sampler = self.timer.prepare(lambda index: make(subject.inputs[index]).run, mode)
+        except PeerUnavailableError:
+            raise
+        except Exception as error:
+            if name == OURS:
+                log.warning("%s fails", task, exc_info=True)
+            self.survive(error)
+            raise PeerUnavailableError(f"fails with {type(error).__name__}: {peers.first_line(error)}") from error
+        return Ready(sampler, agreement, note)
+
+    def survive(self, error: Exception) -> None:
+        """Raise DeviceLostError if the device does not answer after this error."""
+        if self.device == "cpu":
+            return
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as dead:
+            lost = f"the device no longer answers: {peers.first_line(dead)}"
+            raise DeviceLostError(f"{peers.first_line(error)}; {lost}") from error
+
+
+@functools.cache
+def _compiled(operator: str, params: str) -> Callable[..., Any]:
+    """The reference through torch.compile. Each parameter set starts afresh: past its recompile limit it runs eagerly."""
+    from tk_serving.operator import find
+
+    torch._dynamo.reset()
+    return torch.compile(find(operator).reference)

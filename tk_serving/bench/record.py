@@ -1,0 +1,231 @@
+"""The record of a run: what was measured, where, with what; one JSON object."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+METHOD = (
+    "us: median over samples of one call. A sample is one CUDA-graph replay divided by its number of calls, every call "
+    "with inputs and outputs of its own, after more than twice the L2 cache was read; implementations alternate "
+    "(ABBA). Mode graph: as many calls in a graph as last about 1 ms; mode cold: one call. Method stream: the call "
+    "synchronises with the host and is timed with it. gbps: compulsory bytes (inputs read once, outputs written once) "
+    "over us. pct_copy: gbps over the bandwidth of a 1 GiB device-to-device copy in the same run. ratio: fastest peer "
+    "over ours. equal: before timing, ours and every peer agreed with the torch reference, peers up to rounding."
+)
+
+
+@dataclass
+class PeerResult:
+    """One peer of one row. ``us`` is None where it did not run; ``absent`` says why."""
+
+    name: str
+    us: float | None = None
+    p10: float | None = None
+    p90: float | None = None
+    method: str = ""
+    agreement: str | None = None
+    difference: str = ""
+    note: str = ""
+    absent: str = ""
+
+
+@dataclass
+class Row:
+    """One operator, workload, token count and mode."""
+
+    operator: str
+    workload: str
+    tokens: int
+    mode: str
+    us: float | None = None
+    p10: float | None = None
+    p90: float | None = None
+    bytes: int = 0
+    gbps: float | None = None
+    pct_copy: float | None = None
+    peer: str | None = None
+    peer_us: float | None = None
+    ratio: float | None = None
+    equal: bool | None = None
+    model: str = ""
+    params: dict[str, Any] = field(default_factory=dict)
+    method: str = ""
+    agreement: str | None = None
+    difference: str = ""
+    error: str = ""
+    peers: list[PeerResult] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.peers = [peer if isinstance(peer, PeerResult) else PeerResult(**peer) for peer in self.peers]
+
+    @property
+    def key(self) -> tuple:
+        """What identifies the row in another record."""
+        return self.operator, self.workload, json.dumps(self.params, sort_keys=True), self.tokens, self.mode
+
+    @property
+    def family(self) -> str:
+        return self.operator.partition(".")[0]
+
+    def conclude(self, copy_gbps: float) -> None:
+        """Fill in what follows from the times."""
+        if self.us:
+            self.gbps = self.bytes / (self.us * 1e3)
+            self.pct_copy = 100 * self.gbps / copy_gbps
+        timed = [peer for peer in self.peers if peer.us is not None]
+        fastest = min(timed, key=lambda peer: peer.us or math.inf, default=None)
+        if fastest is not None and fastest.us is not None:
+            self.peer, self.peer_us = fastest.name, fastest.us
+            self.ratio = fastest.us / self.us if self.us else None
+        kinds = [kind for kind in (self.agreement, *(peer.agreement for peer in self.peers)) if kind]
+        self.equal = None if not kinds else "different" not in kinds
+
+
+@dataclass
+class ChainRow:
+    """The operators of one decoder layer at one token count, as one graph: ours against an engine's own kernels."""
+
+    chain: str
+    tokens: int
+    us: float | None = None
+    p10: float | None = None
+    p90: float | None = None
+    peer: str = ""
+    peer_us: float | None = None
+    ratio: float | None = None
+    equal: bool | None = None
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def key(self) -> tuple:
+        return self.chain, self.peer, self.tokens
+
+
+@dataclass
+class Record:
+    """Everything one run found out."""
+
+    device: str
+    driver: str
+    versions: dict[str, str]
+    revision: str
+    date: str
+    copy_gbps: float
+    floor_us: dict[str, float]
+    l2_bytes: int = 0
+    method: str = METHOD
+    rows: list[Row] = field(default_factory=list)
+    chains: list[ChainRow] = field(default_factory=list)
+    aborted: str = ""
+
+    def __post_init__(self) -> None:
+        self.rows = [row if isinstance(row, Row) else Row(**row) for row in self.rows]
+        self.chains = [row if isinstance(row, ChainRow) else ChainRow(**row) for row in self.chains]
+
+    def absent(self) -> dict[str, dict[str, int]]:
+        """Peers that did not run: engine, reason, number of rows."""
+        found: dict[str, dict[str, int]] = {}
+        for row in self.rows:
+            for peer in row.peers:
+                if peer.absent:
+                    reasons = found.setdefault(peer.name, {})
+                    reasons[peer.absent] = reasons.get(peer.absent, 0) + 1
+        return found
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1, default=str) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Record:
+        """Read a record.
+
+        Raises:
+            ValueError: the file is no record of ``tk-serving bench``.
+        """
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (json.JSONDecodeError, TypeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: expected a record of tk-serving bench: {error}") from error
+
+
+def merge(records: Sequence[Record]) -> Record:
+    """One record from the parts of a suite that did not fit into one run; a later row replaces an earlier one.
+
+    Raises:
+        ValueError: the parts come from different devices, drivers, versions or revisions.
+    """
+    first, *others = records
+    for other in others:
+        for name in ("device", "driver", "revision"):
+            if getattr(other, name) != getattr(first, name):
+                raise ValueError(f"merge: {name}: expected {getattr(first, name)!r}, got {getattr(other, name)!r}")
+        for name, version in other.versions.items():
+            if first.versions.setdefault(name, version) != version:
+                raise ValueError(f"merge: {name}: expected version {first.versions[name]}, got {version}")
+        first.rows = _replace(first.rows, other.rows)
+        first.chains = _replace(first.chains, other.chains)
+        first.aborted = first.aborted or other.aborted
+        first.date = max(first.date, other.date)
+    return first
+
+
+def geometric_mean(values: Iterable[float]) -> float | None:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of everything that takes part."""
+    from tk_serving.cli.env import collect
+
+    found = collect()
+    versions = {"tk-serving": found["tk-serving"], "python": found["python"]}
+    versions |= {name: version for name, version in found["packages"].items() if version}
+    if found["cuda"]["torch"]:
+        versions["cuda"] = found["cuda"]["torch"]
+    return versions
+
+
+def driver() -> str:
+    """Version of the NVIDIA driver, empty if unknown."""
+    from tk_serving.cli.env import collect
+
+    devices = collect()["cuda"]["devices"]
+    return devices[0].split(", ")[1] if devices else ""
+
+
+def revision() -> str:
+    """Git revision of the sources, ``-dirty`` if they were changed; TK_SERVING_REVISION where there is no checkout."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=60)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    try:
+        head = git("rev-parse", "HEAD")
+        dirty = "-dirty" if head and git("status", "--porcelain", "--untracked-files=no") else ""
+    except (OSError, subprocess.SubprocessError):
+        head = dirty = ""
+    return os.environ.get("TK_SERVING_REVISION") or (head + dirty) or "unknown"
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _replace(old: list, new: list) -> list:
+    rows = {row.key: row for row in old}
+    rows |= {row.key: row for row in new}
+    return list(rows.values())

@@ -1,0 +1,29 @@
+"""Arithmetic of the references. Everything also works in float64, for gradient checks."""
+
+import torch
+from torch import Tensor
+
+from tk_serving.arithmetic import fma
+
+
+def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c in the dtype of c, with a single rounding."""
+    return fma(a, b, c) if c.dtype == torch.float32 else torch.addcmul(c, a.to(c.dtype), b.to(c.dtype))
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """float32, or float64 as it is."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def sigmoid(z: Tensor) -> Tensor:
+    return 1.0 / (1.0 + torch.exp(-z))
+
+
+def tf32(x: Tensor) -> Tensor:
+    """float32 rounded to the 10 mantissa bits of TF32: half up in magnitude; inf and NaN unchanged, as is float64."""
+    if x.dtype == torch.float64:
+        return x
+    bits = x.contiguous().view(torch.int32)
+    rounded = ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+    return torch.where(torch.isfinite(x), rounded, x)

@@ -1,0 +1,193 @@
+"""Positions of (token, choice) pairs in an expert-major layout."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tk_serving.compare import BITWISE
+from tk_serving.expect import Expect
+from tk_serving.operator import Launch, Out, Plan, operator
+from tk_serving.workloads import Maker, serving
+
+MAX_EXPERTS = 1024
+MAX_ROWS = 2**31 - 2**20  # leaves room for the steps of the last loop
+MAX_PAIRS_IN_ONE_LAUNCH = 4096
+STEP = 256  # pairs that a block takes at once
+ROWS_PER_BLOCK = 2048  # to fill with padding
+MAX_BLOCKS = 1024
+
+_expect = Expect("get_fused_mapping")
+
+
+def _plan(topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignment: int, force_no_sync: bool) -> Plan:
+    tokens, topk = _expect.tensor("topk_idx", topk_idx, torch.int64, ("T", "K"))
+    _expect.that(topk > 0, "topk_idx", "at least one column", [tokens, topk])
+    _expect.between("num_experts", num_experts, 1, MAX_EXPERTS)
+    _expect.at_least("alignment", alignment, 1)
+    _expect.between("num_expanded_tokens", num_expanded_tokens, 0, MAX_ROWS)
+    pairs = tokens * topk
+    most = pairs + (alignment - 1) * num_experts
+    got = f"{pairs} pairs at alignment {alignment}"
+    _expect.that(most <= MAX_ROWS, "topk_idx", f"at most {MAX_ROWS} rows", got)
+    if num_expanded_tokens == 0 and not force_no_sync and _capturing(topk_idx):
+        raise RuntimeError(
+            "get_fused_mapping: force_no_sync: expected True, or num_expanded_tokens > 0, while a CUDA graph is "
+            "captured: the counts would be copied to the host"
+        )
+    rows = num_expanded_tokens or most // alignment * alignment
+    config = {"num_experts": num_experts, "num_topk": topk}
+    placing: tuple[Launch, ...]
+    if pairs <= MAX_PAIRS_IN_ONE_LAUNCH:
+        placing = (Launch("moe.get_fused_mapping", {**config, "counted": False}, _arguments_of_one),)
+        # Stand-ins for the empty tensors of an empty batch.
+        scratch: tuple[Out, ...] = () if tokens else (Out((1,), torch.int64), Out((1,), torch.int32))
+    else:
+        blocks, _ = _blocks(pairs)
+        placing = (
+            Launch("moe.get_fused_mapping:count", {"num_experts": num_experts}, _arguments_of_count),
+            Launch("moe.get_fused_mapping", {**config, "counted": True}, _arguments_of_place),
+        )
+        scratch = (Out((blocks, num_experts), torch.int32),)
+    outputs = (
+        *(Out((rows,), torch.int32) for _ in range(3)),
+        Out((tokens, topk), torch.int32),
+        *(Out((num_experts,), torch.int32) for _ in range(3)),
+    )
+    return Plan(outputs, placing if rows else (), scratch)
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _blocks(pairs: int) -> tuple[int, int]:
+    """Blocks and pairs per block of the two-launch form. A block reads the counts of all others: at most 128."""
+    wanted = min(128, -(-pairs // 2048))
+    chunk = -(-pairs // (wanted * STEP)) * STEP
+    return -(-pairs // chunk), chunk
+
+
+def _arguments_of_one(out: Sequence[Tensor], topk_idx: Tensor, *rest: int) -> tuple:
+    pairs, alignment = topk_idx.numel(), rest[2]
+    ids, positions = (topk_idx.view(-1), out[3].view(-1)) if pairs else out[7:9]
+    blocks = max(-(-pairs // STEP), min(-(-out[0].shape[0] // ROWS_PER_BLOCK), MAX_BLOCKS))
+    return ids, None, *out[:3], positions, *out[4:7], pairs, STEP, blocks, alignment
+
+
+def _arguments_of_count(out: Sequence[Tensor], topk_idx: Tensor, *_: int) -> tuple:
+    return topk_idx.view(-1), out[7], _blocks(topk_idx.numel())[1]
+
+
+def _arguments_of_place(out: Sequence[Tensor], topk_idx: Tensor, *rest: int) -> tuple:
+    blocks, chunk = _blocks(topk_idx.numel())
+    ids, positions = topk_idx.view(-1), out[3].view(-1)
+    return ids, out[7], *out[:3], positions, *out[4:7], topk_idx.numel(), chunk, blocks, rest[2]
+
+
+def _finish(
+    flat: Sequence[Tensor], topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignment: int, no_sync: bool
+) -> tuple:
+    if num_expanded_tokens > 0 or no_sync:
+        return *flat, []
+    counts = flat[6].tolist()
+    rows = sum(counts)
+    return *(positions[:rows] for positions in flat[:3]), *flat[3:], counts
+
+
+def _inputs(
+    make: Maker,
+    *,
+    tokens: int,
+    experts: int,
+    topk: int,
+    alignment: int = 128,
+    rows: int = 0,
+    ids: str = "distinct",
+) -> tuple:
+    if ids == "distinct":
+        idx = make.topk_ids(tokens, experts, topk)
+    elif ids == "one":
+        idx = make.randint(experts - 1, experts, tokens, topk)
+    else:
+        idx = make.randint(-3, experts + 3, tokens, topk)
+    return idx, experts, rows, alignment, True
+
+
+@operator(
+    spec="operators.md P25",
+    phase="inference",
+    plan=_plan,
+    inputs=_inputs,
+    finish=_finish,
+    equality=BITWISE,
+    cases=[
+        {"tokens": 0, "experts": 3, "topk": 2, "alignment": 4, "rows": 9},
+        {"tokens": 0, "experts": 3, "topk": 2, "alignment": 1},
+        {"tokens": 37, "experts": 256, "topk": 8},
+        {"tokens": 500, "experts": 256, "topk": 8, "alignment": 16, "ids": "any"},
+        {"tokens": 40, "experts": 3, "topk": 2, "alignment": 4, "ids": "any", "rows": 50},
+        {"tokens": 5000, "experts": 40, "topk": 6, "alignment": 128},
+        {"tokens": 4500, "experts": 1000, "topk": 2, "alignment": 1, "ids": "any", "rows": 8000},
+        {"tokens": 2000, "experts": 3, "topk": 5, "ids": "one", "alignment": 64},
+    ],
+    workloads=serving(lambda m: {"experts": m.n_routed_experts, "topk": m.num_experts_per_tok}),
+)
+def get_fused_mapping(
+    topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignment: int, force_no_sync: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[int]]:
+    """Positions of all (token, choice) pairs in an expert-major layout with aligned regions.
+
+    Region e holds the pairs of expert e in ascending order of token * K + choice, then padding up to a multiple of
+    ``alignment``. Ids outside [0, num_experts) have no position.
+
+    Args:
+        topk_idx: int64 [T, K], contiguous, T * K + (alignment - 1) * E < 2^31 - 2^20.
+        num_experts: E, at most 1024.
+        num_expanded_tokens: N, the number of rows; pairs beyond it are dropped. 0 takes an upper bound that holds
+            for every choice of experts, (T * K + (alignment - 1) * E) rounded down to the alignment.
+        alignment: every region is a multiple of this.
+        force_no_sync: with ``num_expanded_tokens`` 0, keep the upper bound instead of copying the counts to the host.
+
+    Returns:
+        ``pos_to_expert``, ``pos_to_token``, ``pos_to_token_topk`` (token * K + choice): int32 [N], -1 for padding;
+        ``token_topk_to_pos``: int32 [T, K], -1 for pairs without position;
+        ``expert_start``, ``expert_end``, ``num_tokens_per_expert``: int32 [E], the last with padding;
+        a list: with ``num_expanded_tokens`` 0 and not ``force_no_sync`` the counts are copied to the host, the list
+        holds them and the three position tensors are trimmed to their sum; otherwise it is empty.
+
+    Raises:
+        TypeError: dtype.
+        ValueError: wrong shape, layout or size.
+        RuntimeError: the counts were to be copied to the host while a CUDA graph is captured.
+    """
+    device = topk_idx.device
+    flat = topk_idx.reshape(-1)
+    pairs, topk = flat.numel(), topk_idx.shape[1]
+    rows = num_expanded_tokens or (pairs + (alignment - 1) * num_experts) // alignment * alignment
+    valid = (flat >= 0) & (flat < num_experts)
+    count = torch.bincount(flat[valid], minlength=num_experts)
+    aligned = (count + alignment - 1) // alignment * alignment
+    end = aligned.cumsum(0)
+    start = end - aligned
+
+    pair = torch.where(valid, flat, num_experts).argsort(stable=True)[: int(valid.sum())]
+    expert = flat[pair]
+    rank = torch.arange(len(pair), device=device) - (count.cumsum(0) - count)[expert]
+    position = start[expert] + rank
+    kept = position < rows
+    pair, expert, position = pair[kept], expert[kept], position[kept]
+
+    def scattered(size: int, index: Tensor, value: Tensor) -> Tensor:
+        return torch.full((size,), -1, dtype=torch.int32, device=device).scatter_(0, index, value.int())
+
+    return (
+        scattered(rows, position, expert),
+        scattered(rows, position, pair // topk),
+        scattered(rows, position, pair),
+        scattered(pairs, pair, position).view(topk_idx.shape),
+        start.int(),
+        end.int(),
+        aligned.int(),
+        [],
+    )

@@ -1,0 +1,277 @@
+"""Router gate: one warp for each token, from logits to the ids and weights of the chosen experts.
+
+Every lane holds the ranking keys of every 32nd expert (of one expert in each group, where groups are selected first);
+K rounds of a warp-wide maximum pick the experts. After that lane k looks after slot k alone: it computes the score of
+its expert again, which is cheaper than carrying all scores in registers.
+"""
+
+import tilelang.language as T
+
+from tk_serving.moe.kernels.mask_indices_by_tp import keep_local
+from tk_serving.moe.kernels.ranking import TAKEN, best_of_warp, keep_best_groups, sortable
+from tk_serving.moe.kernels.warp import fold_max, fold_sum
+
+WARPS = 4
+LARGEST = 3.4028234663852886e38
+TINY = 1e-20
+SPREAD = 23333  # of consecutive tokens over the copies of an expert
+
+
+def finite(logit):
+    """The logit limited to finite values; NaN becomes the lowest. On bits: min and max lose NaN."""
+    magnitude = T.reinterpret(logit, "int32") & T.int32(0x7FFFFFFF)
+    limited = T.max(T.min(logit, T.float32(LARGEST)), T.float32(-LARGEST))
+    return T.if_then_else(magnitude > T.int32(0x7F800000), T.float32(-LARGEST), limited)
+
+
+def score_of_logit(x, scoring, top, total):
+    """Score of a finite logit; ``top`` and ``total`` are the maximum and the sum of exponentials of a softmax."""
+    if scoring == "sigmoid":
+        return T.float32(1) / (T.float32(1) + T.exp(-x))
+    if scoring == "sqrtsoftplus":
+        return T.sqrt(T.if_then_else(x > T.float32(20), x, T.log1p(T.exp(x))))
+    return T.exp(x - top) / total
+
+
+def mixed(word):
+    """A hash of 32 bits."""
+    word = word ^ (word >> T.uint32(16))
+    word = word * T.uint32(0x7FEB352D)
+    word = word ^ (word >> T.uint32(15))
+    word = word * T.uint32(0x846CA68B)
+    return word ^ (word >> T.uint32(16))
+
+
+@T.macro
+def draw(id, weight, token, slot, slots, ep_rank, num_physical):
+    """A pseudo-random expert and weight for one slot; the slots of a token draw from disjoint ranges of ids."""
+    seed = T.alloc_local((1,), "uint32")
+    word = T.alloc_local((1,), "uint32")
+    low = T.alloc_local((1,), "int64")
+    size = T.alloc_local((1,), "int64")
+    seed[0] = T.cast(token, "uint32") * T.uint32(0x9E3779B1) + T.cast(ep_rank, "uint32") * T.uint32(0x85EBCA77)
+    seed[0] = mixed(seed[0])
+    low[0] = T.truncdiv(T.cast(slot, "int64") * num_physical, slots)
+    size[0] = T.truncdiv(T.cast(slot + 1, "int64") * num_physical, slots) - low[0]
+    word[0] = mixed(seed[0] + T.cast(slot + 1, "uint32"))
+    low[0] = low[0] + T.truncmod(T.cast(word[0], "int64"), size[0])
+    word[0] = mixed(seed[0] ^ T.uint32(0xA511E9B3))
+    low[0] = low[0] + T.truncmod(T.cast(word[0], "int64"), T.cast(num_physical, "int64"))
+    id[0] = T.cast(T.truncmod(low[0], T.cast(num_physical, "int64")), "int32")
+    word[0] = mixed(seed[0] + T.cast(slot + 64, "uint32")) >> T.uint32(8)
+    weight[0] = T.cast(word[0], "float32") * T.float32(2**-24)
+
+
+def build(
+    num_experts: int,
+    num_topk: int,
+    num_shared: int,
+    scoring: str,
+    num_groups: int,
+    num_kept: int,
+    fold: bool,
+    local: bool,
+    table: str,
+    token_ids: str,
+    options: tuple[str, ...],
+):
+    """The gate for one router.
+
+    Args:
+        num_groups, num_kept: groups of experts and how many of them are kept; equal where groups play no role.
+        fold: add the scores as a tree over the lanes instead of in ascending order.
+        local: renumber the ids for one tensor-parallel rank.
+        table, token_ids: dtypes of the hash table and of its row numbers, empty without a table.
+        options: names of the optional tensors that are present.
+    """
+    grouped = num_kept < num_groups
+    width = num_experts // num_groups if grouped else 32
+    rows = (num_experts + width - 1) // width
+    slots = num_topk + num_shared
+    softmax = scoring == "softmax"
+
+    tokens = T.dynamic("tokens")
+    copies = T.dynamic("copies")
+    vocabulary = T.dynamic("vocabulary")
+    row_stride = T.dynamic("row_stride", "int64")
+
+    @T.macro
+    def normalise(logits, token, lane, top, total):
+        """Maximum and sum of exponentials of a softmax."""
+        top[0] = T.float32(-LARGEST)
+        for j in T.unroll((num_experts + 31) // 32):
+            if j * 32 + lane < num_experts:
+                top[0] = T.max(top[0], finite(logits[token, j * 32 + lane]))
+        fold_max(top)
+        total[0] = 0
+        for j in T.unroll((num_experts + 31) // 32):
+            if j * 32 + lane < num_experts:
+                total[0] = total[0] + T.exp(finite(logits[token, j * 32 + lane]) - top[0])
+        fold_sum(total)
+
+    @T.macro
+    def choose(logits, bias, image_bias, image, token, lane, top, total, id):
+        """id[0] of lane k = expert of rank k."""
+        keys = T.alloc_local((rows,), "int32")
+        best = T.alloc_local((2,), "int32")
+        key = T.alloc_local((1,), "float32")
+        for j in T.unroll(rows):
+            keys[j] = TAKEN
+            if lane < width and j * width + lane < num_experts:
+                key[0] = finite(logits[token, j * width + lane])
+                if not softmax:
+                    key[0] = score_of_logit(key[0], scoring, top[0], total[0])
+                if "image_bias" in options:
+                    if image[0] != 0:
+                        key[0] = key[0] + image_bias[j * width + lane]
+                    else:
+                        if "bias" in options:
+                            key[0] = key[0] + bias[j * width + lane]
+                else:
+                    if "bias" in options:
+                        key[0] = key[0] + bias[j * width + lane]
+                keys[j] = sortable(key[0])
+        if grouped:
+            keep_best_groups(keys, lane, num_groups, width, num_kept)
+        for k in T.serial(num_topk):
+            best_of_warp(keys, best, lane, rows, width)
+            if lane == k:
+                id[0] = best[1]
+
+    @T.prim_func
+    def gate(
+        logits: T.Tensor((tokens, num_experts), "float32"),
+        bias: T.Tensor((num_experts,), "float32"),
+        image_bias: T.Tensor((num_experts,), "float32"),
+        image_mask: T.Tensor((tokens,), "bool"),
+        mask: T.Tensor((tokens,), "bool"),
+        fixed_mask: T.Tensor((tokens,), "bool"),
+        random_mask: T.Tensor((tokens,), "bool"),
+        hash_table: T.Tensor((vocabulary, num_topk), table or "int64"),
+        hash_rows: T.Tensor((tokens,), token_ids or "int64"),
+        physical: T.Tensor((num_experts + num_shared, copies), "int32"),
+        logical_count: T.Tensor((num_experts + num_shared,), "int32"),
+        unmapped: T.StridedTensor((tokens, num_topk), (row_stride, 1), "int64"),
+        scores: T.Tensor((tokens, num_experts), "float32"),
+        ids: T.Tensor((tokens, slots), "int64"),
+        weights: T.Tensor((tokens, slots), "float32"),
+        factor: T.float32,
+        ep_rank: T.int32,
+        num_physical: T.int32,
+        per_rank: T.int32,
+        tp_rank: T.int32,
+        num_tp_ranks: T.int32,
+    ):
+        with T.Kernel(T.ceildiv(tokens, WARPS), threads=32 * WARPS) as block:
+            thread = T.get_thread_binding()
+            lane = thread % 32
+            token = block * WARPS + thread // 32
+            live = T.alloc_local((1,), "int32")
+            drawn = T.alloc_local((1,), "int32")
+            fixed = T.alloc_local((1,), "int32")
+            image = T.alloc_local((1,), "int32")
+            id = T.alloc_local((1,), "int32")
+            source = T.alloc_local((1,), "int64")
+            weight = T.alloc_local((1,), "float32")
+            score = T.alloc_local((1,), "float32")
+            top = T.alloc_local((1,), "float32")
+            total = T.alloc_local((1,), "float32")
+            count = T.alloc_local((1,), "int32")
+            if token < tokens:
+                live[0] = 1
+                drawn[0] = 0
+                fixed[0] = 0
+                image[0] = 0
+                if "mask" in options:
+                    live[0] = T.cast(mask[token], "int32")
+                if "force_random" in options:
+                    drawn[0] = live[0] & T.cast(random_mask[token], "int32")
+                    live[0] = live[0] - drawn[0]
+                if "fix_routing_mask" in options:
+                    fixed[0] = T.cast(fixed_mask[token], "int32")
+                if "image_bias" in options:
+                    image[0] = T.cast(image_mask[token], "int32")
+
+                id[0] = -1
+                weight[0] = 0
+                if live[0] != 0:
+                    if softmax:
+                        normalise(logits, token, lane, top, total)
+                    if "scores" in options:
+                        for j in T.unroll((num_experts + 31) // 32):
+                            if j * 32 + lane < num_experts:
+                                scores[token, j * 32 + lane] = score_of_logit(
+                                    finite(logits[token, j * 32 + lane]), scoring, top[0], total[0]
+                                )
+
+                    # Logical ids.
+                    if table:
+                        source[0] = T.cast(hash_rows[token], "int64")
+                        if lane < num_topk and source[0] >= T.int64(0) and source[0] < vocabulary:
+                            source[0] = T.cast(hash_table[source[0], lane], "int64")
+                            if source[0] >= T.int64(0) and source[0] < T.int64(num_experts):
+                                id[0] = T.cast(source[0], "int32")
+                    else:
+                        if fixed[0] != 0:
+                            if "fix_routing_mask" in options:
+                                if lane < num_topk:
+                                    source[0] = unmapped[token, lane]
+                                    if source[0] >= T.int64(0) and source[0] < T.int64(num_experts):
+                                        id[0] = T.cast(source[0], "int32")
+                        else:
+                            choose(logits, bias, image_bias, image, token, lane, top, total, id)
+                    if "unmapped_topk_idx" in options:
+                        if lane < num_topk and fixed[0] == 0:
+                            unmapped[token, lane] = T.cast(id[0], "int64")
+
+                    # Weights: the scores without bias, over their sum.
+                    score[0] = 0
+                    if id[0] >= 0:
+                        score[0] = score_of_logit(finite(logits[token, id[0]]), scoring, top[0], total[0])
+                    if fold:
+                        total[0] = score[0]
+                        fold_sum(total)
+                        total[0] = total[0] + T.float32(TINY)
+                    else:
+                        total[0] = T.float32(TINY)
+                        for k in T.unroll(num_topk):
+                            total[0] = total[0] + T.shfl_sync(score[0], k)
+                    weight[0] = score[0] / total[0] * factor
+
+                    if num_shared > 0:
+                        if lane >= num_topk:
+                            id[0] = num_experts + lane - num_topk
+                            weight[0] = 1
+                    if "to_physical_map" in options:
+                        if lane < slots and id[0] >= 0:
+                            count[0] = logical_count[id[0]]
+                            if count[0] > 0:
+                                source[0] = T.truncmod(
+                                    T.cast(ep_rank, "int64") + T.cast(token, "int64") * T.int64(SPREAD),
+                                    T.cast(count[0], "int64"),
+                                )
+                                if source[0] < copies:
+                                    id[0] = T.max(physical[id[0], source[0]], -1)
+                                else:
+                                    id[0] = -1
+                            else:
+                                id[0] = -1
+                    if local:
+                        keep_local(id, num_physical, per_rank, tp_rank, num_tp_ranks)
+                else:
+                    if "force_random" in options:
+                        if drawn[0] != 0:
+                            draw(id, weight, token, lane, slots, ep_rank, num_physical)
+                    if "unmapped_topk_idx" in options:
+                        if lane < num_topk:
+                            unmapped[token, lane] = T.int64(-1)
+                    if "scores" in options:
+                        for j in T.unroll((num_experts + 31) // 32):
+                            if j * 32 + lane < num_experts:
+                                scores[token, j * 32 + lane] = T.float32(0)
+
+                if lane < slots:
+                    ids[token, lane] = T.cast(id[0], "int64")
+                    weights[token, lane] = weight[0]
+
+    return gate

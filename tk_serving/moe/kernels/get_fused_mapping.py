@@ -1,0 +1,231 @@
+"""Stable counting sort of expert ids into aligned regions.
+
+A block ranks one chunk of pairs. It needs the number of pairs of every expert, in all and before its chunk: it counts
+the ids themselves where they are few, else it adds up what a first launch counted for each chunk. The order within
+the chunk comes from the warps taking consecutive parts of it, and from votes inside a warp: no result depends on the
+number of blocks or on their schedule.
+"""
+
+import tilelang.language as T
+
+from tk_serving.moe.kernels.warp import ballot, popcount
+
+THREADS = 256
+WARPS = THREADS // 32
+BATCH = 8  # loads in flight
+
+
+def rounded_up(number, multiple):
+    return T.truncdiv(number + multiple - 1, multiple) * multiple
+
+
+@T.macro
+def read_id(ids, at, end, experts, id, slot):
+    """id[slot] = expert of a pair; ``experts`` where there is none."""
+    wide = T.alloc_local((1,), "int64")
+    id[slot] = experts
+    if at < end:
+        wide[0] = ids[at]
+        if wide[0] >= T.int64(0) and wide[0] < T.int64(experts):
+            id[slot] = T.cast(wide[0], "int32")
+
+
+def count(num_experts: int):
+    """Pairs of every expert in each chunk."""
+    size, blocks = T.dynamic("size"), T.dynamic("blocks")
+
+    @T.prim_func
+    def count_experts(
+        ids: T.Tensor((size,), "int64"), counts: T.Tensor((blocks, num_experts), "int32"), chunk: T.int32
+    ):
+        with T.Kernel(blocks, threads=THREADS) as block:
+            thread = T.get_thread_binding()
+            total = T.alloc_shared((num_experts + 1,), "int32")
+            id = T.alloc_local((BATCH,), "int32")
+            for i in T.serial(T.ceildiv(num_experts + 1, THREADS)):
+                if i * THREADS + thread <= num_experts:
+                    total[i * THREADS + thread] = 0
+            T.sync_threads()
+            end = T.min(block * chunk + chunk, size)
+            for i in T.serial(T.truncdiv(chunk + BATCH * THREADS - 1, BATCH * THREADS)):
+                for j in T.unroll(BATCH):
+                    read_id(ids, block * chunk + (i * BATCH + j) * THREADS + thread, end, num_experts, id, j)
+                for j in T.unroll(BATCH):
+                    if id[j] < num_experts:
+                        T.atomic_add(total[id[j]], 1)
+            T.sync_threads()
+            for i in T.serial(T.ceildiv(num_experts, THREADS)):
+                if i * THREADS + thread < num_experts:
+                    counts[block, i * THREADS + thread] = total[i * THREADS + thread]
+
+    return count_experts
+
+
+def build(num_experts: int, num_topk: int, counted: bool):
+    """Place the pairs. ``counted``: a first launch has counted the experts of each chunk."""
+    size, rows, chunks = T.dynamic("size"), T.dynamic("rows"), T.dynamic("chunks")
+    bits = num_experts.bit_length()
+    each = (num_experts + THREADS - 1) // THREADS  # experts of a thread in the scan
+
+    @T.macro
+    def exclusive_scan(value, warp_sums, thread):
+        """value[0] becomes the sum of the values of all earlier threads; value[1] the sum of all."""
+        lane = thread % 32
+        sums = T.alloc_local((2,), "int32")
+        sums[0] = value[0]
+        for step in T.unroll(5):
+            sums[1] = T.shfl_up(sums[0], 1 << step)
+            if lane >= 1 << step:
+                sums[0] = sums[0] + sums[1]
+        if lane == 31:
+            warp_sums[thread // 32] = sums[0]
+        T.sync_threads()
+        value[0] = sums[0] - value[0]
+        value[1] = 0
+        for w in T.unroll(WARPS):
+            if w < thread // 32:
+                value[0] = value[0] + warp_sums[w]
+            value[1] = value[1] + warp_sums[w]
+
+    @T.prim_func
+    def get_fused_mapping(
+        ids: T.Tensor((size,), "int64"),
+        counts: T.Tensor((chunks, num_experts), "int32"),
+        pos_to_expert: T.Tensor((rows,), "int32"),
+        pos_to_token: T.Tensor((rows,), "int32"),
+        pos_to_token_topk: T.Tensor((rows,), "int32"),
+        token_topk_to_pos: T.Tensor((size,), "int32"),
+        expert_start: T.Tensor((num_experts,), "int32"),
+        expert_end: T.Tensor((num_experts,), "int32"),
+        expert_size: T.Tensor((num_experts,), "int32"),
+        pairs: T.int32,
+        chunk: T.int32,
+        blocks: T.int32,
+        alignment: T.int32,
+    ):
+        with T.Kernel(blocks, threads=THREADS) as block:
+            thread = T.get_thread_binding()
+            lane = thread % 32
+            warp = thread // 32
+            # One entry more than experts, so that an id that belongs to none can be looked up.
+            total = T.alloc_shared((num_experts + 1,), "int32")
+            before = T.alloc_shared((num_experts + 1,), "int32")
+            start = T.alloc_shared((num_experts + 1,), "int32")
+            place = T.alloc_shared((WARPS, num_experts + 1), "int32")
+            warp_sums = T.alloc_shared((WARPS,), "int32")
+            id = T.alloc_local((BATCH,), "int32")
+            sum = T.alloc_local((2,), "int32")
+            same = T.alloc_local((1,), "uint32")
+            vote = T.alloc_local((1,), "uint32")
+            rank = T.alloc_local((1,), "int32")
+            position = T.alloc_local((1,), "int32")
+
+            # Pairs of every expert: in all, before this chunk, and in the part of the chunk of each warp.
+            for i in T.serial(T.ceildiv(num_experts + 1, THREADS)):
+                e = i * THREADS + thread
+                if e <= num_experts:
+                    total[e] = 0
+                    before[e] = 0
+                    for w in T.unroll(WARPS):
+                        place[w, e] = 0
+            T.sync_threads()
+            if counted:
+                for i in T.serial(T.ceildiv(num_experts, THREADS)):
+                    e = i * THREADS + thread
+                    if e < num_experts:
+                        sum[0] = 0
+                        sum[1] = 0
+                        for b in T.serial(T.truncdiv(blocks + BATCH - 1, BATCH)):
+                            for j in T.unroll(BATCH):
+                                id[j] = 0
+                                if b * BATCH + j < blocks:
+                                    id[j] = counts[b * BATCH + j, e]
+                            for j in T.unroll(BATCH):
+                                if b * BATCH + j == block:
+                                    sum[1] = sum[0]
+                                sum[0] = sum[0] + id[j]
+                        total[e] = sum[0]
+                        before[e] = sum[1]
+            else:
+                for i in T.serial(T.truncdiv(pairs + BATCH * THREADS - 1, BATCH * THREADS)):
+                    for j in T.unroll(BATCH):
+                        read_id(ids, (i * BATCH + j) * THREADS + thread, pairs, num_experts, id, j)
+                    for j in T.unroll(BATCH):
+                        if id[j] < num_experts:
+                            T.atomic_add(total[id[j]], 1)
+                            if (i * BATCH + j) * THREADS + thread < block * chunk:
+                                T.atomic_add(before[id[j]], 1)
+            part = T.truncdiv(chunk, WARPS)
+            first = block * chunk + warp * part
+            for i in T.serial(T.truncdiv(part, 32)):
+                read_id(ids, first + i * 32 + lane, pairs, num_experts, id, 0)
+                if id[0] < num_experts:
+                    T.atomic_add(place[warp, id[0]], 1)
+            T.sync_threads()
+
+            # Start of every region, and of every warp's pairs in it.
+            sum[0] = 0
+            for i in T.unroll(each):
+                e = thread * each + i
+                if e < num_experts:
+                    sum[0] = sum[0] + rounded_up(total[e], alignment)
+            exclusive_scan(sum, warp_sums, thread)
+            for i in T.unroll(each):
+                e = thread * each + i
+                if e < num_experts:
+                    start[e] = sum[0]
+                    position[0] = sum[0] + before[e]
+                    for w in T.unroll(WARPS):
+                        rank[0] = place[w, e]
+                        place[w, e] = position[0]
+                        position[0] = position[0] + rank[0]
+                    position[0] = rounded_up(total[e], alignment)
+                    sum[0] = sum[0] + position[0]
+                    if block == 0:
+                        expert_start[e] = start[e]
+                        expert_end[e] = sum[0]
+                        expert_size[e] = position[0]
+            T.sync_threads()
+
+            # Rank of every pair among those of its expert.
+            for i in T.serial(T.truncdiv(part, 32)):
+                pair = first + i * 32 + lane
+                read_id(ids, pair, pairs, num_experts, id, 0)
+                same[0] = T.uint32(0xFFFFFFFF)
+                for bit in T.unroll(bits):
+                    vote[0] = ballot((id[0] >> bit) & 1)
+                    same[0] = same[0] & T.if_then_else((id[0] >> bit) & 1 != 0, vote[0], ~vote[0])
+                rank[0] = popcount(same[0] & ((T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1)))
+                position[0] = place[warp, id[0]] + rank[0]
+                T.sync_warp()
+                if rank[0] == 0:
+                    place[warp, id[0]] = position[0] + popcount(same[0])
+                T.sync_warp()
+                if pair < pairs:
+                    if id[0] == num_experts or position[0] >= rows:
+                        position[0] = -1
+                    token_topk_to_pos[pair] = position[0]
+                    if position[0] >= 0:
+                        pos_to_expert[position[0]] = id[0]
+                        pos_to_token[position[0]] = T.truncdiv(pair, num_topk)
+                        pos_to_token_topk[position[0]] = pair
+
+            # Padding behind every region, and the rows behind the last one.
+            for i in T.serial(T.truncdiv(num_experts + blocks * WARPS - 1, blocks * WARPS)):
+                e = (i * blocks + block) * WARPS + warp
+                if e < num_experts:
+                    position[0] = start[e] + total[e] + lane
+                    rank[0] = T.min(start[e] + rounded_up(total[e], alignment), rows)
+                    while position[0] < rank[0]:
+                        pos_to_expert[position[0]] = -1
+                        pos_to_token[position[0]] = -1
+                        pos_to_token_topk[position[0]] = -1
+                        position[0] = position[0] + 32
+            sum[1] = sum[1] + block * THREADS + thread
+            while sum[1] < rows:
+                pos_to_expert[sum[1]] = -1
+                pos_to_token[sum[1]] = -1
+                pos_to_token_topk[sum[1]] = -1
+                sum[1] = sum[1] + blocks * THREADS
+
+    return get_fused_mapping

@@ -1,0 +1,28 @@
+"""One thread for each token: the sum has a fixed order, and a row is a few dozen bytes."""
+
+import tilelang.language as T
+
+THREADS = 64
+
+
+def build(num_topk: int):
+    tokens = T.dynamic("tokens")
+
+    @T.prim_func
+    def normalize_weight(
+        weights: T.Tensor((tokens, num_topk), "float32"),
+        denominators: T.Tensor((tokens,), "float32"),
+        normalised: T.Tensor((tokens, num_topk), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(tokens, THREADS), threads=THREADS) as block:
+            token = block * THREADS + T.get_thread_binding()
+            total = T.alloc_local((1,), "float32")
+            if token < tokens:
+                total[0] = T.float32(1e-20)
+                for k in T.serial(num_topk):
+                    total[0] = total[0] + weights[token, k]
+                denominators[token] = total[0]
+                for k in T.serial(num_topk):
+                    normalised[token, k] = weights[token, k] / total[0]
+
+    return normalize_weight

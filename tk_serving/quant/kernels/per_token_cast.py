@@ -1,0 +1,190 @@
+"""Casts with one scale for each group of columns of a token (``by_group``) or for each token (``by_token``)."""
+
+import tilelang.language as T
+
+from tk_serving.quant.kernels.formats import OCTET, bits_of, fmax, octet_writer, stored_as
+from tk_serving.quant.kernels.scales import STORED, default_floor, mode_of, scale_rule
+from tk_serving.quant.kernels.sources import block_factor, source
+from tk_serving.quant.kernels.tiles import HALVES, WARPS, first_octet, first_row, grid, group_scales, sf_tensor
+from tk_serving.quant.scales import COLUMN, E4M3_COLUMN, PACKED
+
+
+def by_group(x, x_sf, x_block, fmt, npc, layout, round_sf, with_data, rows, aligned):
+    """Scales of groups of 16, 32, 64 or 128 columns.
+
+    Args:
+        x: source name; its scales have dtype ``x_sf`` (None: plain values) and blocks ``x_block``.
+        with_data: False computes the scales only.
+        rows: tokens of a warp.
+    """
+    read = source(x, aligned)
+    load_factor = block_factor(x_sf, *x_block)
+    write = octet_writer(fmt, aligned)
+    scales = group_scales(fmt, npc, layout, round_sf, rows)
+    floor = default_floor(fmt, mode_of(layout, round_sf))
+    per_word = 16 // {"float32": 4, "int32": 4, "float8_e4m3fn": 1}[STORED[layout]]
+    column_major = layout in (COLUMN, PACKED, E4M3_COLUMN)
+
+    tokens, width, blocks = T.dynamic("tokens"), T.dynamic("width"), T.dynamic("blocks")
+    x_stride, stride = T.dynamic("x_stride", "int64"), T.dynamic("stride", "int64")
+    x_rows, x_blocks = T.dynamic("x_rows"), T.dynamic("x_blocks")
+    x_sf_0, x_sf_1 = T.dynamic("x_sf_0", "int64"), T.dynamic("x_sf_1", "int64")
+    out_dtype, out_bytes = stored_as(fmt)
+
+    @T.prim_func
+    def per_token_cast(
+        values: T.StridedTensor((tokens, width), (x_stride, 1), read.dtype),
+        values_sf: T.StridedTensor((x_rows, x_blocks), (x_sf_0, x_sf_1), x_sf or "float32"),
+        data: T.Tensor((tokens, width // read.columns * out_bytes), out_dtype),
+        sf: sf_tensor(layout, tokens, blocks, stride),
+    ):
+        padded = stride if column_major else tokens
+        with T.Kernel(*grid(width // read.columns, padded, rows), threads=32 * WARPS) as (bx, by, bz):
+            T.assume(width % read.columns == 0)
+            if aligned:
+                T.assume(x_stride % read.per_word == 0)
+            if column_major:
+                T.assume(stride % per_word == 0)
+            thread = T.get_thread_binding()
+            octets = width // read.columns
+            row = first_row(by, bz, thread, rows)
+            octet = first_octet(bx, thread)
+            raw = T.alloc_local((HALVES * rows * read.columns,), read.dtype)
+            factor = T.alloc_local((HALVES * rows,), "float32")
+            amax = T.alloc_local((HALVES * rows,), "float32")
+            inverse = T.alloc_local((HALVES * rows,), "float32")
+            live = T.alloc_local((rows,), "int32")
+            eight = T.alloc_local((OCTET,), "float32")
+            for r in T.unroll(rows):
+                live[r] = T.cast(row + r < tokens, "int32")
+                for h in T.unroll(HALVES):
+                    if row + r < tokens and octet + h * 32 < octets:
+                        read.load(values, row + r, octet + h * 32, raw, h * rows + r)
+                        load_factor(values_sf, row + r, octet + h * 32, factor, h * rows + r)
+            for r in T.unroll(rows):
+                for h in T.unroll(HALVES):
+                    amax[h * rows + r] = T.float32(0.0)
+                    if row + r < tokens and octet + h * 32 < octets:
+                        read.decode(raw, h * rows + r, eight)
+                        for i in T.unroll(OCTET):
+                            amax[h * rows + r] = fmax(amax[h * rows + r], T.abs(eight[i]))
+                        amax[h * rows + r] = amax[h * rows + r] * factor[h * rows + r]
+            scales(amax, inverse, sf, stride, row, octet, octets, tokens, live, T.float32(floor))
+            if with_data:
+                for r in T.unroll(rows):
+                    for h in T.unroll(HALVES):
+                        if row + r < tokens and octet + h * 32 < octets:
+                            read.decode(raw, h * rows + r, eight)
+                            write(data, row + r, octet + h * 32, eight, factor[h * rows + r] * inverse[h * rows + r])
+
+    return per_token_cast
+
+
+def by_token(x, x_sf, x_block, fmt, layout, round_sf, with_data, warps, held, aligned):
+    """One scale for each token.
+
+    Args:
+        warps: warps of a token.
+        held: octets that a lane keeps in registers; 0 reads the token twice instead.
+    """
+    read = source(x, aligned)
+    load_factor = block_factor(x_sf, *x_block)
+    write = octet_writer(fmt, aligned)
+    mode = mode_of(layout, round_sf)
+    rule = scale_rule(fmt, mode)
+    floor = default_floor(fmt, mode)
+    column_major = layout in (COLUMN, PACKED, E4M3_COLUMN)
+    rows = WARPS if warps == 1 else 1
+    lanes = 32 * warps
+    kept = max(1, held)
+
+    tokens, width = T.dynamic("tokens"), T.dynamic("width")
+    x_stride, stride = T.dynamic("x_stride", "int64"), T.dynamic("stride", "int64")
+    x_rows, x_blocks = T.dynamic("x_rows"), T.dynamic("x_blocks")
+    x_sf_0, x_sf_1 = T.dynamic("x_sf_0", "int64"), T.dynamic("x_sf_1", "int64")
+    out_dtype, out_bytes = stored_as(fmt)
+
+    @T.macro
+    def maximum(raw, factor, at, amax):
+        eight = T.alloc_local((OCTET,), "float32")
+        most = T.alloc_local((1,), "float32")
+        most[0] = T.float32(0.0)
+        read.decode(raw, at, eight)
+        for i in T.unroll(OCTET):
+            most[0] = fmax(most[0], T.abs(eight[i]))
+        amax[0] = fmax(amax[0], most[0] * factor[at])
+
+    @T.prim_func
+    def per_token_cast(
+        values: T.StridedTensor((tokens, width), (x_stride, 1), read.dtype),
+        values_sf: T.StridedTensor((x_rows, x_blocks), (x_sf_0, x_sf_1), x_sf or "float32"),
+        data: T.Tensor((tokens, width // read.columns * out_bytes), out_dtype),
+        sf: sf_tensor(layout, tokens, 1, stride),
+    ):
+        padded = stride if column_major else tokens
+        with T.Kernel(T.ceildiv(padded, rows), threads=lanes * rows) as block:
+            T.assume(width % read.columns == 0)
+            if aligned:
+                T.assume(x_stride % read.per_word == 0)
+            thread = T.get_thread_binding()
+            octets = width // read.columns
+            row = block * rows + thread // lanes
+            octet = thread % lanes
+            raw = T.alloc_local((kept * read.columns,), read.dtype)
+            factor = T.alloc_local((kept,), "float32")
+            amax = T.alloc_local((1,), "float32")
+            scale = T.alloc_local((1,), "float32")
+            inverse = T.alloc_local((1,), "float32")
+            eight = T.alloc_local((OCTET,), "float32")
+            amax[0] = T.float32(0.0)
+            if held:
+                for k in T.unroll(held):
+                    if row < tokens and octet + k * lanes < octets:
+                        read.load(values, row, octet + k * lanes, raw, k)
+                        load_factor(values_sf, row, octet + k * lanes, factor, k)
+                for k in T.unroll(held):
+                    if row < tokens and octet + k * lanes < octets:
+                        maximum(raw, factor, k, amax)
+            else:
+                for k in T.serial(T.ceildiv(octets, lanes)):
+                    if row < tokens and octet + k * lanes < octets:
+                        read.load(values, row, octet + k * lanes, raw, 0)
+                        load_factor(values_sf, row, octet + k * lanes, factor, 0)
+                        maximum(raw, factor, 0, amax)
+            for step in T.unroll(5):
+                amax[0] = fmax(amax[0], T.shfl_xor(amax[0], 1 << step))
+            if warps > 1:
+                shared = T.alloc_shared((warps,), "float32")
+                if thread % 32 == 0:
+                    shared[thread // 32] = amax[0]
+                T.sync_threads()
+                for w in T.unroll(warps):
+                    amax[0] = fmax(amax[0], shared[w])
+            rule(amax[0], T.float32(floor), scale, inverse)
+            if octet == 0:
+                if column_major:
+                    storage = T.Tensor((1, stride), STORED[layout], sf.data)
+                    if row < stride:
+                        if row >= tokens:
+                            scale[0] = T.float32(0.0)
+                        if layout == PACKED:
+                            storage[0, row] = bits_of(scale[0]) >> 23
+                        else:
+                            storage[0, row] = T.cast(scale[0], STORED[layout])
+                elif row < tokens:
+                    sf[row, 0] = T.cast(scale[0], STORED[layout])
+            if with_data:
+                if held:
+                    for k in T.unroll(held):
+                        if row < tokens and octet + k * lanes < octets:
+                            read.decode(raw, k, eight)
+                            write(data, row, octet + k * lanes, eight, factor[k] * inverse[0])
+                else:
+                    for k in T.serial(T.ceildiv(octets, lanes)):
+                        if row < tokens and octet + k * lanes < octets:
+                            read.load(values, row, octet + k * lanes, raw, 0)
+                            load_factor(values_sf, row, octet + k * lanes, factor, 0)
+                            read.decode(raw, 0, eight)
+                            write(data, row, octet + k * lanes, eight, factor[0] * inverse[0])
+
+    return per_token_cast

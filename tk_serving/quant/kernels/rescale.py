@@ -1,0 +1,70 @@
+"""Element-wise change of format with known scales: cast-back, and casts whose scales are given."""
+
+import tilelang.language as T
+
+from tk_serving.quant.kernels.formats import OCTET, octet_writer, stored_as
+from tk_serving.quant.kernels.sources import block_factor, source
+from tk_serving.quant.kernels.tiles import HALVES, WARPS, first_octet, first_row, grid
+
+
+def build(x, x_sf, x_block, sf, sf_block, fmt, rows, aligned):
+    """out = x * (x_sf * (1 / sf)), rounded to ``fmt``.
+
+    Args:
+        x: source name; its scales have dtype ``x_sf`` (None: plain values) and blocks ``x_block``.
+        sf: dtype of the scales of the result, of blocks ``sf_block``; None: the result is not quantised. Scale 0 gives
+            codes 0.
+        rows: tokens of a warp.
+    """
+    read = source(x, aligned)
+    load_factor = block_factor(x_sf, *x_block)
+    load_scale = block_factor(sf, *sf_block)
+    write = octet_writer(fmt, aligned)
+    count = HALVES * rows
+    out_dtype, out_bytes = stored_as(fmt)
+
+    tokens, width = T.dynamic("tokens"), T.dynamic("width")
+    x_stride = T.dynamic("x_stride", "int64")
+    x_rows, x_blocks, rows_, blocks = T.dynamic("x_rows"), T.dynamic("x_blocks"), T.dynamic("rows"), T.dynamic("blocks")
+    x_sf_0, x_sf_1 = T.dynamic("x_sf_0", "int64"), T.dynamic("x_sf_1", "int64")
+    sf_0, sf_1 = T.dynamic("sf_0", "int64"), T.dynamic("sf_1", "int64")
+
+    @T.prim_func
+    def rescale(
+        values: T.StridedTensor((tokens, width), (x_stride, 1), read.dtype),
+        values_sf: T.StridedTensor((x_rows, x_blocks), (x_sf_0, x_sf_1), x_sf or "float32"),
+        scales: T.StridedTensor((rows_, blocks), (sf_0, sf_1), sf or "float32"),
+        out: T.Tensor((tokens, width // read.columns * out_bytes), out_dtype),
+    ):
+        with T.Kernel(*grid(width // read.columns, tokens, rows), threads=32 * WARPS) as (bx, by, bz):
+            T.assume(width % read.columns == 0)
+            if aligned:
+                T.assume(x_stride % read.per_word == 0)
+            thread = T.get_thread_binding()
+            octets = width // read.columns
+            row = first_row(by, bz, thread, rows)
+            octet = first_octet(bx, thread)
+            raw = T.alloc_local((count * read.columns,), read.dtype)
+            factor = T.alloc_local((count,), "float32")
+            scale = T.alloc_local((count,), "float32")
+            eight = T.alloc_local((OCTET,), "float32")
+            for r in T.unroll(rows):
+                for h in T.unroll(HALVES):
+                    if row + r < tokens and octet + h * 32 < octets:
+                        read.load(values, row + r, octet + h * 32, raw, h * rows + r)
+                        load_factor(values_sf, row + r, octet + h * 32, factor, h * rows + r)
+                        load_scale(scales, row + r, octet + h * 32, scale, h * rows + r)
+            for r in T.unroll(rows):
+                for h in T.unroll(HALVES):
+                    if row + r < tokens and octet + h * 32 < octets:
+                        read.decode(raw, h * rows + r, eight)
+                        if sf is not None:
+                            if scale[h * rows + r] == T.float32(0.0):
+                                factor[h * rows + r] = T.float32(0.0)
+                                for i in T.unroll(OCTET):
+                                    eight[i] = T.float32(0.0)
+                            else:
+                                factor[h * rows + r] = factor[h * rows + r] * (T.float32(1.0) / scale[h * rows + r])
+                        write(out, row + r, octet + h * 32, eight, factor[h * rows + r])
+
+    return rescale
