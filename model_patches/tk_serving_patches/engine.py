@@ -83,7 +83,8 @@ class Site:
         how: what the replacement does, and when it leaves a call to the original.
         until: when the site can be removed.
         sources: fingerprint of the replaced functions for every tested version; empty: any source is accepted.
-        unsuitable: why the site does not apply on this machine, or None.
+        unsuitable: why the site does not apply on this machine, or None. Sites of one name are alternatives for
+            different machines.
     """
 
     name: str
@@ -142,8 +143,13 @@ class Ledger:
             if any(change.site is site for change in self._changes):
                 return self._rows[site.name]
             off = [name for name in (site.name, *site.operators) if name in disabled]
+            elsewhere = site.unsuitable()
+            if elsewhere and site.name in self._rows:  # an alternative for this machine has been reported
+                return self._rows[site.name]
             if skip:
                 outcome, reason = status, skip
+            elif elsewhere:
+                outcome, reason = SKIPPED, elsewhere
             elif off:
                 outcome, reason = OFF, f"{off[0]} is in TK_SERVING_DISABLE"
             else:
@@ -182,9 +188,6 @@ class Ledger:
                 raise PatchError(f"replaced by other code after tk-serving, not restored: {', '.join(left)}")
 
     def _apply(self, site: Site) -> None:
-        reason = site.unsuitable()
-        if reason:
-            raise _UnsuitableError(reason)
         self._check_sources(site)
         before = len(self._changes)
         try:
@@ -205,9 +208,7 @@ class Ledger:
                     raise _UnsuitableError(f"{patch.target} was already replaced by {lives}")
         if site.sources and site.fingerprint() not in site.sources.values():
             tested = ", ".join(site.sources)
-            raise _UnsuitableError(
-                f"the source of {site.patches[0].target} differs from the tested versions ({tested})"
-            )
+            raise _UnsuitableError(f"the source of {site.patches[0].target} differs from what was tested ({tested})")
 
 
 def fingerprint(*functions: Callable[..., Any]) -> str:
@@ -252,36 +253,28 @@ def _replace(site: Site, patch: Function) -> _Change:
     original = _plain(raw)
     replacement = functools.wraps(original)(patch.make(original))
     new = type(raw)(replacement) if isinstance(raw, (staticmethod, classmethod)) else replacement
-    setattr(owner, name, new)
-    aliases = _rebind(original, replacement) if isinstance(owner, ModuleType) else []
+    shared = isinstance(owner, ModuleType)  # other modules may have imported the function by name
+    places = _holders(original) if shared else [(owner, name)]
 
     def undo() -> None:
-        setattr(owner, name, raw)
-        for module, alias in aliases:
-            if vars(module).get(alias) is replacement:
-                setattr(module, alias, original)
+        for place, attribute in places:
+            if vars(place).get(attribute) is new:
+                setattr(place, attribute, raw)
 
+    for place, attribute in places:
+        setattr(place, attribute, new)
+    left = _holders(original) if shared else []
+    if left:
+        undo()
+        names = ", ".join(f"{module.__name__}.{alias}" for module, alias in left)
+        raise PatchError(f"still bound to the original of {original.__qualname__}: {names}")
     return _Change(site, patch.target, lambda: vars(owner).get(name) is new, undo)
 
 
-def _rebind(original: Any, replacement: Any) -> list[tuple[ModuleType, str]]:
-    """Rebind every module that imported the function by name.
-
-    Raises:
-        PatchError: a module still holds the original.
-    """
-
-    def holders() -> list[tuple[ModuleType, str]]:
-        modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
-        return [(m, alias) for m in modules for alias, value in list(vars(m).items()) if value is original]
-
-    found = holders()
-    for module, alias in found:
-        setattr(module, alias, replacement)
-    left = [f"{module.__name__}.{alias}" for module, alias in holders()]
-    if left:
-        raise PatchError(f"still bound to the original of {original.__qualname__}: {', '.join(left)}")
-    return found
+def _holders(function: Any) -> list[tuple[ModuleType, str]]:
+    """Every module attribute that is the function: its own module, and those that imported it by name."""
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    return [(module, alias) for module in modules for alias, value in list(vars(module).items()) if value is function]
 
 
 def _override(site: Site, patch: Override) -> _Change:

@@ -141,7 +141,7 @@ class Bench:
 
 @functools.cache
 def _compiled(operator: str, params: str) -> Callable[..., Any]:
-    """The reference through torch.compile. Each parameter set starts afresh: past its recompile limit it runs eagerly."""
+    """The reference through torch.compile; afresh for each parameter set: past its recompile limit it runs eagerly."""
     from tk_serving.operator import find
 
     torch._dynamo.reset()

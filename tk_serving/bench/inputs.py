@@ -17,16 +17,17 @@ class Inputs:
     def __init__(self, task: Task, device: torch.device | str) -> None:
         self._op = task.op
         made = task.op.inputs(Maker(device), tokens=task.tokens, **task.params)
-        self._sets = [task.op.bind(*made)]
+        self._pristine = task.op.bind(*made)  # never passed to a call: some write to their arguments
+        self._sets: list[tuple] = []
 
     def __getitem__(self, index: int) -> tuple:
         while len(self._sets) <= index:
-            self._sets.append(copy_arguments(self._sets[0]))
+            self._sets.append(self.fresh())
         return self._sets[index]
 
     def fresh(self) -> tuple:
-        """A set that nobody else uses, for calls that write to their arguments."""
-        return copy_arguments(self._sets[0])
+        """A set that nobody else uses."""
+        return copy_arguments(self._pristine)
 
     def by_name(self, args: tuple) -> dict[str, Any]:
         return dict(zip(self._op.signature.parameters, args, strict=True))

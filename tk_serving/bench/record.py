@@ -5,8 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import os
-import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -121,7 +119,8 @@ class Record:
     revision: str
     date: str
     copy_gbps: float
-    floor_us: dict[str, float]
+    floor_us: float
+    floors: dict[str, float] = field(default_factory=dict)
     l2_bytes: int = 0
     method: str = METHOD
     rows: list[Row] = field(default_factory=list)
@@ -203,22 +202,6 @@ def driver() -> str:
 
     devices = collect()["cuda"]["devices"]
     return devices[0].split(", ")[1] if devices else ""
-
-
-def revision() -> str:
-    """Git revision of the sources, ``-dirty`` if they were changed; TK_SERVING_REVISION where there is no checkout."""
-    folder = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=60)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    try:
-        head = git("rev-parse", "HEAD")
-        dirty = "-dirty" if head and git("status", "--porcelain", "--untracked-files=no") else ""
-    except (OSError, subprocess.SubprocessError):
-        head = dirty = ""
-    return os.environ.get("TK_SERVING_REVISION") or (head + dirty) or "unknown"
 
 
 def today() -> str:

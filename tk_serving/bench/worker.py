@@ -90,7 +90,7 @@ class Remote:
             text=True,
         )
         atexit.register(self.close)
-        self.versions = self._ask("versions")["versions"]
+        self.versions = self._ask("versions").get("versions", {})
 
     def _last_words(self) -> str:
         self._log.seek(0)

@@ -2,7 +2,7 @@
 
 import typer
 
-from tk_serving.cli import build, demo, doctor, env, ops
+from tk_serving.cli import bench, build, demo, doctor, env, ops
 
 app = typer.Typer(
     help="Kernels for DeepSeek-style models in vLLM, SGLang and transformers.",
@@ -14,6 +14,7 @@ app.command("env")(env.env)
 app.command("ops")(ops.ops)
 app.command("doctor")(doctor.doctor)
 app.command("build")(build.build)
+app.command("bench")(bench.bench)
 app.command("demo")(demo.demo)
 
 

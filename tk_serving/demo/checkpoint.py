@@ -3,6 +3,10 @@
 Engines can invent weights, but theirs are so small that the embedding alone decides the output: a wrong kernel would
 not show. These have the spread of a trained model: every sublayer adds about as much to the residual stream as is
 there already, so the output depends on every layer.
+
+One thing is not random. With random routers some token always falls between two experts, and the last bit of an
+activation would send it to the one or the other. Here tokens belong to topics, which the embedding marks in channels
+of their own; no sublayer writes to these channels, and routers read nothing else, with clear preferences.
 """
 
 from __future__ import annotations
@@ -22,7 +26,11 @@ MODELS = {"v3": "deepseek_v3"}
 
 # Standard deviation of the logits. The engines compute logits in bf16, whose step between 1 and 2 is 0.008: larger
 # logits would drown the comparison in the rounding of this one product.
-_LOGITS_STD = 0.5
+_LOGITS_STD = 0.3
+
+_TOPICS = 8  # the last channels of the hidden state mark the topic of a token
+_MARK = 4.0  # what the embedding holds there; the residual stream around it has a spread of 1 to 2
+_MARGIN = 0.03  # between the last expert (or group) that is chosen and the first that is not
 
 
 def config(model: str) -> dict[str, Any]:
@@ -59,9 +67,17 @@ def _weights(c: dict[str, Any], generator: torch.Generator) -> Iterator[tuple[st
     def mlp(prefix: str, width: int) -> Iterator[tuple[str, Tensor]]:
         yield f"{prefix}.gate_proj.weight", matrix(width, hidden)
         yield f"{prefix}.up_proj.weight", matrix(width, hidden)
-        yield f"{prefix}.down_proj.weight", matrix(hidden, width, gain=1.5)  # SwiGLU shrinks its input
+        yield f"{prefix}.down_proj.weight", output(hidden, width, gain=1.5)  # SwiGLU shrinks its input
 
-    yield "model.embed_tokens.weight", matrix(c["vocab_size"], hidden, gain=math.sqrt(hidden))
+    def output(rows: int, columns: int, gain: float = 1.0) -> Tensor:
+        """The projection of a sublayer back to the residual stream, topics excepted."""
+        values = matrix(rows, columns, gain)
+        values[-_TOPICS:] = 0
+        return values
+
+    embedding = matrix(c["vocab_size"], hidden, gain=math.sqrt(hidden))
+    embedding[:, -_TOPICS:] = _MARK * torch.eye(_TOPICS).repeat(-(-c["vocab_size"] // _TOPICS), 1)[: c["vocab_size"]]
+    yield "model.embed_tokens.weight", embedding
     for i in range(c["num_hidden_layers"]):
         layer, attention = f"model.layers.{i}", f"model.layers.{i}.self_attn"
         yield f"{layer}.input_layernorm.weight", norm(hidden)
@@ -73,19 +89,47 @@ def _weights(c: dict[str, Any], generator: torch.Generator) -> Iterator[tuple[st
         yield f"{attention}.kv_a_layernorm.weight", norm(c["kv_lora_rank"])
         key_value = heads * (c["qk_nope_head_dim"] + c["v_head_dim"])
         yield f"{attention}.kv_b_proj.weight", matrix(key_value, c["kv_lora_rank"])
-        yield f"{attention}.o_proj.weight", matrix(hidden, heads * c["v_head_dim"])
-        yield f"{layer}.post_attention_layernorm.weight", norm(hidden)
+        yield f"{attention}.o_proj.weight", output(hidden, heads * c["v_head_dim"])
+        weight = norm(hidden)
+        weight[-_TOPICS:] = 1
+        yield f"{layer}.post_attention_layernorm.weight", weight
         if i < c["first_k_dense_replace"]:
             yield from mlp(f"{layer}.mlp", c["intermediate_size"])
             continue
         experts, width = c["n_routed_experts"], c["moe_intermediate_size"]
-        yield f"{layer}.mlp.gate.weight", matrix(experts, hidden, gain=2.0)
-        yield f"{layer}.mlp.gate.e_score_correction_bias", 0.05 * torch.randn(experts, generator=generator)
+        preferences, bias = _router(experts, c["n_group"], c["topk_group"], c["num_experts_per_tok"], generator)
+        gate = torch.zeros(experts, hidden, dtype=torch.bfloat16)
+        gate[:, -_TOPICS:] = preferences.t() / (_MARK / 2)
+        yield f"{layer}.mlp.gate.weight", gate
+        yield f"{layer}.mlp.gate.e_score_correction_bias", bias
         for j in range(experts):
             yield from mlp(f"{layer}.mlp.experts.{j}", width)
         yield from mlp(f"{layer}.mlp.shared_experts", width * c["n_shared_experts"])
     yield "model.norm.weight", norm(hidden)
-    yield "lm_head.weight", matrix(c["vocab_size"], hidden, gain=_LOGITS_STD)
+    head = matrix(c["vocab_size"], hidden, gain=_LOGITS_STD)
+    head[:, -_TOPICS:] = 0
+    yield "lm_head.weight", head
+
+
+def _router(experts: int, groups: int, kept: int, topk: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Logits [topics, experts] and bias [experts] of a router without near ties."""
+    bias = 0.02 * torch.randn(experts, generator=generator)
+    rows: list[Tensor] = []
+    while len(rows) < _TOPICS:
+        logits = torch.linspace(-2, 2, experts)[torch.randperm(experts, generator=generator)]
+        # The normalisation before the router scales the logits by a factor that depends on the token.
+        scales = torch.linspace(0.5, 2.5, 21)
+        if all(_margin((scale * logits).sigmoid() + bias, groups, kept, topk) > _MARGIN for scale in scales):
+            rows.append(logits)
+    return torch.stack(rows), bias
+
+
+def _margin(keys: Tensor, groups: int, kept: int, topk: int) -> float:
+    """How far the choice of groups, and of experts in them, is from a tie."""
+    grouped = keys.view(groups, -1)
+    by_group = grouped.topk(2).values.sum(-1).sort(descending=True)
+    inside = grouped[by_group.indices[:kept]].flatten().sort(descending=True).values
+    return min(by_group.values[kept - 1] - by_group.values[kept], inside[topk - 1] - inside[topk]).item()
 
 
 def _write_tokenizer(folder: Path) -> None:

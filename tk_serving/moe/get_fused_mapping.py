@@ -132,6 +132,7 @@ def _inputs(
         {"tokens": 2000, "experts": 3, "topk": 5, "ids": "one", "alignment": 64},
     ],
     workloads=serving(lambda m: {"experts": m.n_routed_experts, "topk": m.num_experts_per_tok}),
+    peers=["vllm"],
 )
 def get_fused_mapping(
     topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignment: int, force_no_sync: bool = False

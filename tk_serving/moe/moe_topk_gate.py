@@ -272,6 +272,7 @@ def _inputs(
             "factor": m.routed_scaling_factor,
         }
     ),
+    peers=["vllm", "sglang", "tile_kernels"],
 )
 def moe_topk_gate(
     logits: Tensor,

@@ -34,6 +34,7 @@ def _inputs(make: Maker, *, tokens: int, topk: int) -> tuple:
     equality=BITWISE,
     cases=[{"tokens": 0, "topk": 8}, {"tokens": 200, "topk": 8}, {"tokens": 5, "topk": 1}, {"tokens": 33, "topk": 6}],
     workloads=serving(lambda m: {"topk": m.num_experts_per_tok}),
+    peers=["tile_kernels"],
 )
 def normalize_weight(topk_weights: Tensor) -> tuple[Tensor, Tensor]:
     """Divide the weights of every token by their sum.

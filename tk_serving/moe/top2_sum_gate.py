@@ -224,6 +224,7 @@ def _inputs(
             "factor": m.routed_scaling_factor,
         }
     ),
+    peers=["vllm", "sglang"],
 )
 def top2_sum_gate(
     logits: Tensor,

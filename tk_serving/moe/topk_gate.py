@@ -50,6 +50,7 @@ def _inputs(make: Maker, *, tokens: int, experts: int, topk: int, values: str = 
         {"tokens": 2, "experts": 1, "topk": 1},
     ],
     workloads=serving(lambda m: {"experts": m.n_routed_experts, "topk": m.num_experts_per_tok}),
+    peers=["torch_ops", "tile_kernels"],
 )
 def topk_gate(scores: Tensor, num_topk: int) -> Tensor:
     """Indices of the largest scores of each row: the first columns of a stable descending sort.

@@ -115,7 +115,14 @@ def check_given(expect: Expect, argument: str, given: Tensor, out: Out) -> None:
 
 
 def cast_launch(
-    source: Input, fmt: str, num_per_channels: int, layout: str, round_sf: bool, *, sf_only: bool = False, given: Tensors = ()
+    source: Input,
+    fmt: str,
+    num_per_channels: int,
+    layout: str,
+    round_sf: bool,
+    *,
+    sf_only: bool = False,
+    given: Tensors = (),
 ) -> Launch:
     """The kernel of a cast with outputs (data, sf), or with the output sf alone.
 

@@ -7,7 +7,7 @@ from tk_serving.expect import Expect
 from tk_serving.operator import Existing, Plan, Quantized, operator
 from tk_serving.quant import casting, samples, scales
 from tk_serving.quant.formats import FORMATS
-from tk_serving.workloads import Maker, Model, serving
+from tk_serving.workloads import serving
 
 _expect = Expect("per_token_cast")
 
@@ -42,49 +42,15 @@ def _plan(
     return Plan(results, (launch,) if source.tokens else ())
 
 
-def _inputs(
-    make: Maker,
-    *,
-    tokens: int,
-    hidden: int,
-    fmt: str,
-    npc: int,
-    source: str = "bfloat16",
-    block: tuple[int, int] | None = None,
-    x_layout: str = scales.ROW,
-    values: str = "normal",
-    pad: int = 0,
-    column_major: bool = False,
-    round_sf: bool = False,
-    packed: bool = False,
-    e4m3_sf: bool = False,
-) -> tuple:
-    x = samples.source(make, tokens, hidden, source, block, x_layout, values, pad)
-    return x, fmt, npc, block, column_major, round_sf, packed, e4m3_sf
-
-
 def _finish(results: Quantized, *args: object) -> Quantized:
     return results if args[-1] is None else args[-1]
-
-
-def _serving(model: Model) -> dict[str, object]:
-    """Column-major scales for 128 channels (DeepGEMM on Hopper), packed ones for MXFP8."""
-    packed = model.quant_group == 32
-    return {
-        "hidden": model.hidden_size,
-        "fmt": "e4m3",
-        "npc": model.quant_group,
-        "column_major": True,
-        "round_sf": packed,
-        "packed": packed,
-    }
 
 
 @operator(
     spec="operators.md P1, A7",
     phase="inference",
     plan=_plan,
-    inputs=_inputs,
+    inputs=samples.per_token,
     equality=BITWISE,
     mutates=("out",),
     finish=_finish,
@@ -92,10 +58,19 @@ def _serving(model: Model) -> dict[str, object]:
         {"tokens": 0, "hidden": 512, "fmt": "e2m1", "npc": 32},
         {"tokens": 5, "hidden": 576, "fmt": "e4m3", "npc": 128, "values": "special"},
         {"tokens": 7, "hidden": 512, "fmt": "e4m3", "npc": 128, "column_major": True, "pad": 8, "values": "special"},
-        {"tokens": 6, "hidden": 1040, "fmt": "e4m3", "npc": 128, "column_major": True, "round_sf": True, "packed": True},
+        {
+            "tokens": 6,
+            "hidden": 1040,
+            "fmt": "e4m3",
+            "npc": 128,
+            "column_major": True,
+            "round_sf": True,
+            "packed": True,
+        },
         {"tokens": 9, "hidden": 96, "fmt": "e4m3", "npc": 32, "column_major": True, "round_sf": True, "packed": True},
     ],
-    workloads=serving(_serving),
+    workloads=serving(samples.activations),
+    peers=["vllm", "sglang", "deepgemm", "tile_kernels"],
 )
 def per_token_cast(
     x: Tensor | Quantized,

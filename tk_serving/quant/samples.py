@@ -6,7 +6,7 @@ from torch import Tensor
 from tk_serving.operator import Quantized
 from tk_serving.quant import scales
 from tk_serving.quant.formats import FORMATS, encode
-from tk_serving.workloads import Maker
+from tk_serving.workloads import Maker, Model
 
 RARE = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-30, 448.0, -3.5, 3e38, 2.0**-140, -1e-4, 6.0)
 
@@ -40,20 +40,24 @@ def quantized(
     """Random codes, row-strided by ``pad`` values, and scales of blocks in a layout."""
     width = FORMATS[fmt].columns(hidden)
     if values == "special":
-        data = make.randint(0, 256, tokens, FORMATS[fmt].columns(hidden + pad), dtype=torch.uint8).view(FORMATS[fmt].dtype)
+        data = make.randint(0, 256, tokens, FORMATS[fmt].columns(hidden + pad), dtype=torch.uint8).view(
+            FORMATS[fmt].dtype
+        )
     else:
         data = make.value(encode(make.randn(tokens, hidden + pad, scale=FORMATS[fmt].maximum / 8), fmt))
-    rows, blocks = -(-tokens // block[0]), -(-hidden // block[1])
-    exponents = make.randint(-6, 4, rows, blocks, dtype=torch.float32)
-    sf = torch.exp2(exponents)
-    if layout not in (scales.PACKED, scales.E4M3, scales.E4M3_COLUMN):
+    sf = scale_matrix(make, -(-tokens // block[0]), -(-hidden // block[1]), layout)
+    return data[:, :width], sf
+
+
+def scale_matrix(make: Maker, rows: int, blocks: int, layout: str) -> Tensor:
+    """Random scales in a layout."""
+    sf = torch.exp2(make.randint(-6, 4, rows, blocks, dtype=torch.float32))
+    if layout != scales.PACKED:
         sf = sf * (1 + make.rand(rows, blocks))
-    if layout in (scales.E4M3, scales.E4M3_COLUMN):
-        sf = sf.to(torch.float8_e4m3fn)
-    return data[:, :width], scales.lay_out(sf, layout)
+    return scales.lay_out(sf, layout)
 
 
-def source(
+def cast_input(
     make: Maker,
     tokens: int,
     hidden: int,
@@ -67,3 +71,32 @@ def source(
     if block is None:
         return matrix(make, tokens, hidden, getattr(torch, kind), values, pad)
     return quantized(make, tokens, hidden, kind, block, layout, values, pad)
+
+
+def per_token(
+    make: Maker,
+    *,
+    tokens: int,
+    hidden: int,
+    fmt: str,
+    npc: int,
+    source: str = "bfloat16",
+    block: tuple[int, int] | None = None,
+    x_layout: str = scales.ROW,
+    values: str = "normal",
+    pad: int = 0,
+    column_major: bool = False,
+    round_sf: bool = False,
+    packed: bool = False,
+    e4m3_sf: bool = False,
+) -> tuple:
+    """Arguments of ``per_token_cast``."""
+    x = cast_input(make, tokens, hidden, source, block, x_layout, values, pad)
+    return x, fmt, npc, block, column_major, round_sf, packed, e4m3_sf
+
+
+def activations(model: Model) -> dict[str, object]:
+    """Column-major scales for 128 channels (what DeepGEMM reads on Hopper), packed ones for MXFP8."""
+    mxfp8 = model.quant_group == 32
+    scaling = {"column_major": True, "round_sf": mxfp8, "packed": mxfp8}
+    return {"hidden": model.hidden_size, "fmt": "e4m3", "npc": model.quant_group, **scaling}

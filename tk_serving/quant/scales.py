@@ -88,7 +88,7 @@ def lay_out(sf: Tensor, layout: str) -> Tensor:
         exponents = sf.view(torch.int32) >> 23
         exponents = torch.nn.functional.pad(exponents, (0, -blocks % 4)).to(torch.uint8)
         return stored.copy_(exponents.view(torch.int32))
-    return stored.copy_(sf)
+    return stored.copy_(sf.to(stored.dtype))
 
 
 def read(sf: Tensor, blocks: int) -> Tensor:

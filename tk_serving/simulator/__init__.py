@@ -20,7 +20,7 @@ from tk_serving.plan import Launch, Out, Plan
 from tk_serving.simulator.errors import SimulationError
 from tk_serving.simulator.kernel import Kernel, Options, lock
 
-__all__ = ["Kernel", "SimulationError", "load", "options", "run"]
+__all__ = ["Kernel", "Options", "SimulationError", "load", "options", "run"]
 
 _options = Options()
 _kernels: dict[tuple, Kernel] = {}

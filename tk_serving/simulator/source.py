@@ -98,8 +98,10 @@ def host_unit(generated: Generated) -> str:
 
 def _device_text(cuda: str) -> str:
     text = _MMA_TF32.sub("sim::mma_tf32_16x8x8", ptx.translate(cuda))
-    text = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?([\w:]+) (\w+)\[\];", r"\1* \2 = (\1*)sim::dynamic_shared();", text)
-    return re.sub(r"(?m)^(\s*)__shared__ ", r'\1static __attribute__((section("sim_shared"))) ', text)
+    text = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?([\w: ]+?) (\w+)\[\];", r"\1* \2 = (\1*)sim::dynamic_shared();", text)
+    text = re.sub(r"(?m)^(\s*)__shared__ ", r'\1static __attribute__((section("sim_shared"))) ', text)
+    # Local arrays start as garbage.
+    return re.sub(r"(?m)^(\s+(?!static|const|return)[\w:<>, ]+ (\w+)\[\d+\];)$", r"\1 sim::poison(\2);", text)
 
 
 def _split(parameters: str) -> list[str]:

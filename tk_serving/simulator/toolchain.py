@@ -35,11 +35,8 @@ _CXX_FLAGS = (
     # Every memory access calls the checks of memory.cpp; other undefined behaviour on which CPU and GPU differ, too.
     "-fsanitize=thread,alignment,bounds,shift-exponent,float-cast-overflow,integer-divide-by-zero",
     "--param=tsan-instrument-func-entry-exit=0",
-    "-ftrivial-auto-var-init=pattern",  # local arrays start as garbage
     "-DENABLE_BF16",
     "-D__CUDA_ARCH_LIST__=900",
-    "-D__CUDACC_VER_MAJOR__=13",
-    "-D__CUDACC_VER_MINOR__=0",
 )
 
 
@@ -70,6 +67,13 @@ def cuda_includes() -> tuple[Path, ...]:
     # Packages of one release may be spread over several folders; the C++ library moved below include/cccl.
     found = [complete, *(root for root in roots if root != complete and root.is_dir() and "nvidia" in root.parts)]
     return tuple(folder for root in found for folder in (root, root / "cccl") if folder.is_dir())
+
+
+def _cuda_version() -> tuple[int, int]:
+    text = (cuda_includes()[0] / "cuda.h").read_text(errors="replace")
+    found = re.search(r"#define CUDA_VERSION (\d+)", text)
+    version = int(found[1]) if found else 13000
+    return version // 1000, version % 1000 // 10
 
 
 def _has(root: Path, *names: str) -> bool:
@@ -172,7 +176,9 @@ def common() -> Path:
 
 def _flags(common: Path) -> list[str]:
     includes = [common, tilelang_root() / "3rdparty" / "cutlass" / "include", *cuda_includes(), *host_includes()]
-    return [*_CXX_FLAGS, *(part for folder in includes for part in ("-isystem" if folder != common else "-I", str(folder)))]
+    major, minor = _cuda_version()
+    version = (f"-D__CUDACC_VER_MAJOR__={major}", f"-D__CUDACC_VER_MINOR__={minor}")
+    return [*_CXX_FLAGS, *version, *(part for folder in includes for part in ("-isystem" if folder != common else "-I", str(folder)))]
 
 
 def build(name: str, device: str, host: str) -> Path:

@@ -137,6 +137,7 @@ def _inputs(
             "interleaved": True,
         }
     ),
+    peers=["vllm", "tile_kernels"],
 )
 def apply_rotary(
     query: Tensor,

@@ -80,8 +80,8 @@ def _unsupported(self: Any, layer: Any) -> str | None:
         return "zentorch runs the experts"
     rows = torch.empty(1, w13.shape[1], dtype=w13.dtype, device="meta")
     place = torch.empty(1, 1, dtype=torch.int32, device="meta")
-    return refusal(swiglu_forward, rows, _FORMATS[w13.dtype]) or refusal(
-        reduce_fused, torch.empty(1, w2.shape[1], dtype=w2.dtype, device="meta"), None, place
+    return refusal(swiglu_forward, rows, _FORMATS[w13.dtype], device=w13.device) or refusal(
+        reduce_fused, torch.empty(1, w2.shape[1], dtype=w2.dtype, device="meta"), None, place, device=w13.device
     )
 
 

@@ -2,6 +2,7 @@
 
 import tilelang.language as T
 
+from tk_serving.mhc.kernels.reduction import block_sums
 from tk_serving.mhc.kernels.words import VALUES, pack, spread, unpack
 
 MULT = 4

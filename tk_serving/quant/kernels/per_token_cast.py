@@ -22,7 +22,6 @@ def by_group(x, x_sf, x_block, fmt, npc, layout, round_sf, with_data, rows, alig
     write = octet_writer(fmt, aligned)
     scales = group_scales(fmt, npc, layout, round_sf, rows)
     floor = default_floor(fmt, mode_of(layout, round_sf))
-    per_word = 16 // {"float32": 4, "int32": 4, "float8_e4m3fn": 1}[STORED[layout]]
     column_major = layout in (COLUMN, PACKED, E4M3_COLUMN)
 
     tokens, width, blocks = T.dynamic("tokens"), T.dynamic("width"), T.dynamic("blocks")
@@ -41,10 +40,6 @@ def by_group(x, x_sf, x_block, fmt, npc, layout, round_sf, with_data, rows, alig
         padded = stride if column_major else tokens
         with T.Kernel(*grid(width // read.columns, padded, rows), threads=32 * WARPS) as (bx, by, bz):
             T.assume(width % read.columns == 0)
-            if aligned:
-                T.assume(x_stride % read.per_word == 0)
-            if column_major:
-                T.assume(stride % per_word == 0)
             thread = T.get_thread_binding()
             octets = width // read.columns
             row = first_row(by, bz, thread, rows)
@@ -124,8 +119,6 @@ def by_token(x, x_sf, x_block, fmt, layout, round_sf, with_data, warps, held, al
         padded = stride if column_major else tokens
         with T.Kernel(T.ceildiv(padded, rows), threads=lanes * rows) as block:
             T.assume(width % read.columns == 0)
-            if aligned:
-                T.assume(x_stride % read.per_word == 0)
             thread = T.get_thread_binding()
             octets = width // read.columns
             row = block * rows + thread // lanes

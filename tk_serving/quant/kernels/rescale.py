@@ -38,8 +38,6 @@ def build(x, x_sf, x_block, sf, sf_block, fmt, rows, aligned):
     ):
         with T.Kernel(*grid(width // read.columns, tokens, rows), threads=32 * WARPS) as (bx, by, bz):
             T.assume(width % read.columns == 0)
-            if aligned:
-                T.assume(x_stride % read.per_word == 0)
             thread = T.get_thread_binding()
             octets = width // read.columns
             row = first_row(by, bz, thread, rows)

@@ -25,11 +25,6 @@ class Source:
     load: Any
     decode: Any
 
-    @property
-    def per_word(self) -> int:
-        """Elements in 16 bytes."""
-        return {"bfloat16": 8, "float32": 4}.get(self.dtype, 16)
-
 
 def source(name, aligned):
     """bfloat16, float32 or the codes e4m3, e2m1, e5m6; with ``aligned`` rows start on 16 bytes."""
@@ -41,17 +36,19 @@ def source(name, aligned):
         "e5m6": ("uint8", OCTET * 3 // 2),
     }[name]
 
+    piece = min(columns, 4 if dtype in ("float32", "uint8") else 16)  # elements of one vector access
+
     @T.macro
     def load(x, row, octet, raw, at):
-        if not aligned:
-            for i in T.unroll(columns):
-                raw[at * columns + i] = x[row, octet * columns + i]
-        elif columns == 12:
-            for j in T.unroll(3):
-                for i in T.vectorized(4):
-                    raw[at * columns + j * 4 + i] = x[row, octet * columns + j * 4 + i]
+        if aligned:
+            # The row stride is written as a multiple of the vector, which the compiler cannot know of an argument.
+            shape, strides = (x.shape[0], x.shape[1] // piece, piece), (x.strides[0] // piece * piece, piece, 1)
+            pieces = T.Buffer(shape, dtype, data=x.data, strides=strides)
+            for j in T.unroll(columns // piece):
+                for i in T.vectorized(piece):
+                    raw[at * columns + j * piece + i] = pieces[row, octet * (columns // piece) + j, i]
         else:
-            for i in T.vectorized(columns):
+            for i in T.unroll(columns):
                 raw[at * columns + i] = x[row, octet * columns + i]
 
     @T.macro

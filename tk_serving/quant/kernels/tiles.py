@@ -62,16 +62,20 @@ def group_scales(fmt, npc, layout, round_sf, rows):
 
     @T.macro
     def store_columns(sf, values, row, octet, octets, stride):
-        storage = T.Tensor((sf.shape[1], stride), dtype, sf.data)
+        storage = T.Tensor((sf.shape[1], stride // rows, rows), dtype, sf.data)
+        tile = T.alloc_local((1,), "int64")
+        tile[0] = row // rows
         for h in T.unroll(HALVES):
             if octet + h * 32 < octets and row < stride:
                 for r in T.vectorized(rows):
-                    storage[(octet + h * 32) // lanes, row + r] = values[h * rows + r]
+                    storage[(octet + h * 32) // lanes, tile[0], r] = values[h * rows + r]
 
     @T.macro
     def store_words(sf, exponents, row, octet, octets, stride, lane):
         """A word holds the exponents of four groups: of both halves where a group is 16 lanes."""
-        storage = T.Tensor((sf.shape[1], stride), dtype, sf.data)
+        storage = T.Tensor((sf.shape[1], stride // rows, rows), dtype, sf.data)
+        tile = T.alloc_local((1,), "int64")
+        tile[0] = row // rows
         words = T.alloc_local((count,), "int32")
         for h in T.unroll(HALVES):
             for r in T.unroll(rows):
@@ -84,7 +88,7 @@ def group_scales(fmt, npc, layout, round_sf, rows):
                 words[r] = words[r] | T.shfl_xor(words[r], 16)
             if lane == 0 and row < stride:
                 for r in T.vectorized(rows):
-                    storage[octet // 64, row + r] = words[r]
+                    storage[octet // 64, tile[0], r] = words[r]
         else:
             for at in T.unroll(count):
                 words[at] = words[at] | T.shfl_xor(words[at], lanes)
@@ -93,7 +97,7 @@ def group_scales(fmt, npc, layout, round_sf, rows):
                 for h in T.unroll(HALVES):
                     if octet + h * 32 < octets and row < stride:
                         for r in T.vectorized(rows):
-                            storage[(octet + h * 32) // (4 * lanes), row + r] = words[h * rows + r]
+                            storage[(octet + h * 32) // (4 * lanes), tile[0], r] = words[h * rows + r]
 
     @T.macro
     def scales(amax, inverse, sf, stride, row, octet, octets, tokens, live, floor):

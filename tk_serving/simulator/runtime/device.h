@@ -132,6 +132,9 @@ inline void mma_tf32_16x8x8(float* c, const unsigned* a, const unsigned* b, cons
   warp_wait(visit);
 }
 
+// NaN, or a rare integer.
+template <class T, size_t n> void poison(T (&local)[n]) { memset(local, std::is_integral_v<T> ? 0xa5 : 0xff, sizeof(local)); }
+
 inline unsigned short bf16_from_half(unsigned short h) {
   return __bfloat16_as_ushort(__float2bfloat16_rn(__half2float(__ushort_as_half(h))));
 }
@@ -191,7 +194,7 @@ template <class T> T __shfl_up_sync(unsigned mask, T value, unsigned distance, i
 inline unsigned __ballot_sync(unsigned mask, int predicate, SIM_PLACE) { return sim::ballot(mask, predicate != 0, file, line); }
 inline int __any_sync(unsigned mask, int predicate, SIM_PLACE) { return sim::ballot(mask, predicate != 0, file, line) != 0; }
 inline int __all_sync(unsigned mask, int predicate, SIM_PLACE) { return sim::ballot(mask, predicate == 0, file, line) == 0; }
-inline unsigned __activemask() { return sim::warp_active(); }
+inline unsigned __activemask() { sim::fail("__activemask depends on how a GPU schedules; it is not simulated"); }
 template <class T> unsigned __match_any_sync(unsigned mask, T value, SIM_PLACE) {
   unsigned result = 0;
   for (int i = 0; i < 32; i++)
@@ -407,11 +410,22 @@ SIM_HALF(hsqrt, sqrtf(x)) SIM_HALF(hrsqrt, rsqrtf(x)) SIM_HALF(hrcp, 1.f / x)
 SIM_HALF(hsin, sinf(x)) SIM_HALF(hcos, cosf(x)) SIM_HALF(htanh, tanhf(x))
 SIM_HALF(hfloor, floorf(x)) SIM_HALF(hceil, ceilf(x)) SIM_HALF(hrint, rintf(x)) SIM_HALF(htrunc, truncf(x))
 #undef SIM_HALF
-#define SIM_FMA(T, T2, widen, narrow)                                                            \
-  inline T __hfma(T a, T b, T c) { return narrow(float(fma(double(widen(a)), double(widen(b)), double(widen(c))))); } \
+namespace sim {
+// a * b + c with the last bit set where it is inexact (round to odd), so that rounding once more to a narrow type is
+// the only rounding. The product of two half or bfloat16 values is exact in double.
+inline double fused(double a, double b, double c) {
+  double product = a * b, sum = product + c;
+  double part = sum - product, error = (product - (sum - part)) + (c - part);
+  uint64_t image = bits<uint64_t>(sum);
+  if (error == 0 || error != error || image & 1) return sum;
+  return bits<double>((error > 0) == (sum > 0) ? image + 1 : image - 1);
+}
+}  // namespace sim
+#define SIM_FMA(T, T2, widen, narrow)                                                                        \
+  inline T __hfma(T a, T b, T c) { return narrow(sim::fused(widen(a), widen(b), widen(c))); }                \
   inline T2 __hfma2(T2 a, T2 b, T2 c) { return T2(__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)); }
-SIM_FMA(__half, __half2, __half2float, __float2half_rn)
-SIM_FMA(__nv_bfloat16, __nv_bfloat162, __bfloat162float, __float2bfloat16_rn)
+SIM_FMA(__half, __half2, __half2float, __double2half)
+SIM_FMA(__nv_bfloat16, __nv_bfloat162, __bfloat162float, __double2bfloat16)
 #undef SIM_FMA
 
 // --- TileLang's templates, also precompiled ------------------------------------------------------------------------
@@ -424,6 +438,7 @@ SIM_FMA(__nv_bfloat16, __nv_bfloat162, __bfloat162float, __float2bfloat16_rn)
 #include <tl_templates/cuda/cuda_bf16_fallbacks.cuh>
 #endif
 #include <tl_templates/cuda/atomic.h>
+#include <tl_templates/cuda/copy.h>
 #include <tl_templates/cuda/cuda_fp4.h>
 #include <tl_templates/cuda/cuda_fp8.h>
 

@@ -334,13 +334,6 @@ void warp_wait(Visit& visit) {
     }
 }
 
-unsigned warp_active() {
-  unsigned active = 0;
-  int first = indices.linear & ~31;
-  for (int i = 0; i < 32 && first + i < num_threads; i++) active |= unsigned(threads[first + i].state != State::kFinished) << i;
-  return active;
-}
-
 void yield() {
   make_ready(indices.linear);
   next();

@@ -41,8 +41,6 @@ struct Visit {
   int source;
 };
 void warp_wait(Visit& visit);
-// Lanes of the calling warp that have not finished.
-unsigned warp_active();
 
 // Lets other threads run: for loops that wait for memory to change.
 void yield();

@@ -1,0 +1,104 @@
+"""``tk-serving bench``: our kernels against those of others, as a table, a record, a plot and a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from tk_serving.bench.record import Record
+    from tk_serving.bench.run import Options
+
+REFUSED, FOUND = 2, 1
+
+
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(help="Families or operators; all by default.")] = None,
+    model: Annotated[str, typer.Option(help="Models, comma-separated: v3, v4-flash, v4-pro, v4.1.")] = "",
+    tokens: Annotated[str, typer.Option(help="Token counts, comma-separated, instead of the workloads' own.")] = "",
+    peers: Annotated[
+        str, typer.Option(help="Peers, comma-separated: reference, compile, vllm, sglang, ...; 'none' for ours alone.")
+    ] = "",
+    mode: Annotated[str, typer.Option(help="graph (many calls), cold (one call), or both as graph,cold.")] = "graph",
+    rounds: Annotated[int, typer.Option(min=2, help="Samples of each implementation of a row.")] = 16,
+    site: Annotated[
+        list[str] | None, typer.Option(help="ENGINE=FOLDER: run the engine in a process with FOLDER first on its path.")
+    ] = None,
+    chain: Annotated[str, typer.Option(help="Measure a decoder layer instead: v3, v4-flash.")] = "",
+    engine: Annotated[str, typer.Option(help="Engine that a chain is compared with.")] = "vllm",
+    check: Annotated[bool, typer.Option(help="Compare all results with the reference first.")] = True,
+    revision: Annotated[str, typer.Option(help="Git revision for the record where there is no checkout.")] = "",
+    json: Annotated[Path | None, typer.Option(help="Write the record to this file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a PNG; {family} in the name makes one for each family.")
+    ] = None,
+    page: Annotated[Path | None, typer.Option(help="Write a Markdown page.")] = None,
+    source: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="Show these records, merged, instead of measuring."),
+    ] = None,
+    compare: Annotated[tuple[Path, Path] | None, typer.Option(help="OLD NEW: show what became slower.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the rows and peers; needs no GPU.")] = False,
+) -> None:
+    """Measure operators against every peer that is installed here.
+
+    Exits with 2 if it cannot measure, with 1 if a result of ours differs from the reference, a row of ours failed, or
+    (--compare) something became slower.
+    """
+    from tk_serving.bench import run
+
+    try:
+        if compare is not None:
+            raise typer.Exit(FOUND if run.compare(*compare) else 0)
+        options = run.Options(
+            names=tuple(names or ()),
+            models=_list(model),
+            tokens=tuple(int(count) for count in _list(tokens)),
+            peers=_list(peers),
+            modes=_list(mode),
+            rounds=rounds,
+            sites=dict(_pair(text) for text in site or ()),
+            chains=_list(chain),
+            engine=engine,
+            check=check,
+            revision=revision,
+            json=json,
+        )
+        if dry_run:
+            run.list_rows(options)
+            return
+        if plot is not None:
+            run.require_matplotlib()
+        record = run.load(source) if source else _measure(options)
+        failed = run.publish(record, json, plot, page, source[0] if source and len(source) == 1 else json)
+    except (ValueError, OSError) as error:
+        _refuse(str(error))
+    raise typer.Exit(FOUND if failed else 0)
+
+
+def _measure(options: Options) -> Record:
+    from tk_serving.bench import machine, run
+
+    run.validate(options)
+    lacking = machine.missing()
+    if lacking:
+        _refuse("bench: this machine lacks " + "; ".join(lacking))
+    return run.measure(options)
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(REFUSED)
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _pair(text: str) -> tuple[str, str]:
+    engine, separator, folder = text.partition("=")
+    if not separator or not Path(folder).is_dir():
+        raise ValueError(f"bench: site: expected ENGINE=FOLDER with an existing folder, got {text!r}")
+    return engine, folder

@@ -1,0 +1,172 @@
+"""Gradients of the Engram gate."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tk_serving import config
+from tk_serving.compare import Diff
+from tk_serving.engram._shapes import check_gate
+from tk_serving.engram.engram_gate_fwd import engram_gate_fwd
+from tk_serving.expect import Expect
+from tk_serving.layout import aligned
+from tk_serving.operator import Launch, Out, Plan, operator
+from tk_serving.workloads import Maker, Workload
+
+LIMIT = 1e-8  # diff of every gradient
+
+_expect = Expect("engram_gate_bwd")
+
+
+def check(
+    expect: Expect,
+    grad_out: Tensor,
+    hidden_states: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight_fused: Tensor,
+    saved: Sequence[Tensor],
+    clamp_value: float,
+    image_token_mask: Tensor | None,
+) -> tuple[int, int, int]:
+    """Check the arguments of a backward pass; returns T, h, D."""
+    tokens, streams, hidden = check_gate(expect, hidden_states, k, v, weight_fused, clamp_value, image_token_mask)
+    expect.tensor("grad_out", grad_out, torch.bfloat16, (tokens, streams, hidden))
+    named = dict(zip(("dot", "gate_score", "rstd_x", "rstd_k"), saved, strict=True))
+    for name, value in named.items():
+        expect.tensor(name, value, torch.float32, (tokens, streams))
+    expect.same_device(hidden_states=hidden_states, grad_out=grad_out, **named)
+    return tokens, streams, hidden
+
+
+def _plan(
+    grad_out: Tensor,
+    hidden_states: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight_fused: Tensor,
+    dot: Tensor,
+    gate_score: Tensor,
+    rstd_x: Tensor,
+    rstd_k: Tensor,
+    clamp_value: float,
+    image_token_mask: Tensor | None,
+) -> Plan:
+    saved = (dot, gate_score, rstd_x, rstd_k)
+    tokens, streams, hidden = check(
+        _expect, grad_out, hidden_states, k, v, weight_fused, saved, clamp_value, image_token_mask
+    )
+    outputs = (
+        Out((tokens, streams, hidden), torch.bfloat16),
+        Out((tokens, streams, hidden), torch.bfloat16),
+        Out((tokens, hidden), torch.bfloat16),
+        Out((config.get_num_sms(), streams, hidden), torch.float32),
+    )
+    wide = aligned(grad_out, hidden_states, k, v, weight_fused)
+    kernel = Launch("engram.engram_gate_bwd", {"hidden": hidden, "streams": streams, "wide": wide}, _arguments)
+    # A stand-in for an absent mask; the kernel does not read it.
+    return Plan(outputs, (kernel,) if tokens else (), (Out((tokens,), torch.uint8),))
+
+
+def _arguments(
+    buffers: Sequence[Tensor],
+    grad_out: Tensor,
+    hidden_states: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight_fused: Tensor,
+    dot: Tensor,
+    gate_score: Tensor,
+    rstd_x: Tensor,
+    rstd_k: Tensor,
+    clamp_value: float,
+    image_token_mask: Tensor | None,
+) -> tuple:
+    *gradients, no_mask = buffers
+    masked = image_token_mask is not None
+    mask = image_token_mask.view(torch.uint8) if masked else no_mask
+    saved = (dot, gate_score, rstd_x, rstd_k)
+    return grad_out, hidden_states, k, v, weight_fused, *saved, mask, *gradients, clamp_value, int(masked)
+
+
+def _inputs(make: Maker, *, tokens: int, hidden: int, streams: int = 4, images: bool = False, clamp: float = 1e-6) -> tuple:
+    x = make.randn(tokens, streams, hidden, dtype=torch.bfloat16)
+    kv = make.randn(tokens, streams + 1, hidden, dtype=torch.bfloat16)
+    k, v = kv[:, :streams], kv[:, streams]
+    weight = make.randn(streams, hidden, scale=0.5)
+    mask = make.randint(0, 2, tokens, dtype=torch.bool) if images else None
+    _, *saved = engram_gate_fwd.operator.reference(x, k, v, weight, 1e-6, clamp, image_token_mask=mask)
+    grad_out = make.randn(tokens, streams, hidden, dtype=torch.bfloat16)
+    return grad_out, x, k, v, weight, *saved, clamp, mask
+
+
+@operator(
+    spec="operators.md P32",
+    phase="fine-tuning",
+    plan=_plan,
+    inputs=_inputs,
+    equality=Diff(LIMIT),
+    cases=[
+        {"tokens": 0, "hidden": 256},
+        {"tokens": 5, "hidden": 1024},
+        {"tokens": 7, "hidden": 1280, "streams": 3, "images": True},
+        {"tokens": 140, "hidden": 256, "streams": 2, "clamp": 0.02},
+    ],
+    workloads=[Workload(f"{d}-fine-tuning", {"hidden": d}, (4096, 8192)) for d in (4096, 5120, 7168)],
+)
+def engram_gate_bwd(
+    grad_out: Tensor,
+    hidden_states: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight_fused: Tensor,
+    dot: Tensor,
+    gate_score: Tensor,
+    rstd_x: Tensor,
+    rstd_k: Tensor,
+    clamp_value: float,
+    *,
+    image_token_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of ``engram_gate_fwd`` by hidden states, keys, values and, in partial sums, the fused weight.
+
+    In float32 for each token and stream: delta = sum(grad_out v) g (1 - g) / 2 sqrt(rstd_x rstd_k / (sqrt(D) |dot|)),
+    or 0 where the clamp was active; grad_x = grad_out + delta (k w - x dot rstd_x^2 / D),
+    grad_k = delta (x w - k dot rstd_k^2 / D), grad_v = sum over streams of grad_out g, grad_w = sum over tokens of
+    delta x k.
+
+    Args:
+        grad_out: bfloat16 [T, h, D], contiguous.
+        hidden_states, k, v, weight_fused, clamp_value, image_token_mask: as in the forward pass.
+        dot, gate_score, rstd_x, rstd_k: float32 [T, h], saved by the forward pass.
+
+    Returns:
+        (grad_x bfloat16 [T, h, D], grad_k bfloat16 [T, h, D], grad_v bfloat16 [T, D],
+        grad_w_partial float32 [P, h, D] with P = ``config.get_num_sms()``, to be summed over P: see ``grad_w_reduce``).
+        Where the mask is True grad_x is grad_out and the other gradients of the token are 0.
+
+    Raises:
+        TypeError: wrong dtype.
+        ValueError: wrong shape, layout, device, or a clamp that is not positive.
+    """
+    tokens, streams, width = hidden_states.shape
+    go, x, key, value = grad_out.float(), hidden_states.float(), k.float(), v.float()
+    similarity = dot.abs() * width**-0.5 * rstd_x * rstd_k
+    slope = (width**-0.5 * rstd_x * rstd_k / dot.abs()).sqrt()
+    delta = (go * value[:, None]).sum(dim=-1) * gate_score * (1 - gate_score) * 0.5 * slope
+    delta = torch.where((similarity < clamp_value) | (dot == 0), 0, delta)[..., None]
+    pull_x, pull_k = ((dot * rstd.square() / width)[..., None] for rstd in (rstd_x, rstd_k))
+    grad_x = (go + delta * (key * weight_fused - x * pull_x)).to(torch.bfloat16)
+    grad_k = (delta * (x * weight_fused - key * pull_k)).to(torch.bfloat16)
+    grad_v = (go * gate_score[..., None]).sum(dim=1).to(torch.bfloat16)
+    grad_w = delta * (x * key)
+    if image_token_mask is not None:
+        image = image_token_mask[:, None, None]
+        grad_x = torch.where(image, grad_out, grad_x)
+        grad_k, grad_w = torch.where(image, 0, grad_k), torch.where(image, 0, grad_w)
+        grad_v = torch.where(image_token_mask[:, None], 0, grad_v)
+    # Token t adds to row t modulo P.
+    rows = config.get_num_sms()
+    grad_w = torch.nn.functional.pad(grad_w, (0, 0, 0, 0, 0, -tokens % rows))
+    return grad_x, grad_k, grad_v, grad_w.view(-1, rows, streams, width).sum(dim=0)

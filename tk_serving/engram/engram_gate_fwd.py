@@ -1,0 +1,175 @@
+"""The Engram gate: how much of the value read from the tables each stream takes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_serving import config
+from tk_serving.compare import BITWISE, Diff
+from tk_serving.engram._shapes import check_gate
+from tk_serving.expect import Expect
+from tk_serving.layout import aligned
+from tk_serving.operator import Existing, Launch, Out, Plan, operator
+from tk_serving.workloads import PHASES, Maker, Workload
+
+_expect = Expect("engram_gate_fwd")
+
+
+def _plan(
+    hidden_states: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight_fused: Tensor,
+    eps: float,
+    clamp_value: float,
+    save_for_backward: bool,
+    image_token_mask: Tensor | None,
+    inplace: bool,
+) -> Plan:
+    tokens, streams, hidden = check_gate(_expect, hidden_states, k, v, weight_fused, clamp_value, image_token_mask)
+    _expect.positive("eps", eps)
+    saved = Out((tokens, streams), torch.float32)
+    output = Existing("hidden_states") if inplace else Out((tokens, streams, hidden), torch.bfloat16)
+    outputs = (output, *([saved if save_for_backward else None] * 4))
+    launch = Launch(
+        "engram.engram_gate_fwd",
+        {
+            "hidden": hidden,
+            "wide": aligned(hidden_states, k, v, weight_fused),
+            "inplace": inplace,
+            "blocks_per_sm": _blocks_per_sm(hidden),
+        },
+        _arguments,
+    )
+    # Stand-ins for a mask and saved values that are absent; the kernel touches neither.
+    scratch = (Out((tokens,), torch.uint8), saved)
+    return Plan(outputs, (launch,) if tokens else (), scratch)
+
+
+def _blocks_per_sm(hidden: int) -> int:
+    """As many as keep a row of x, k and v in registers."""
+    return 4 if hidden <= 4096 else 3 if hidden <= 7168 else 1
+
+
+def _arguments(
+    buffers: list[Tensor],
+    hidden_states: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight_fused: Tensor,
+    eps: float,
+    clamp_value: float,
+    save_for_backward: bool,
+    image_token_mask: Tensor | None,
+    inplace: bool,
+) -> tuple:
+    output, *saved, no_mask, nothing = buffers
+    tokens, streams, hidden = hidden_states.shape
+    masked = image_token_mask is not None
+    mask = image_token_mask.view(torch.uint8) if masked else no_mask
+    saved = saved if save_for_backward else [nothing] * 4
+    groups = min(tokens, max(1, config.get_num_sms() * _blocks_per_sm(hidden) // streams))
+    flags = (eps, clamp_value, int(masked), int(save_for_backward), groups)
+    return hidden_states, k, v, weight_fused, mask, output, *saved, *flags
+
+
+def _finish(results: Any, *args: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    hidden_states, save_for_backward, inplace = args[0], args[6], args[8]
+    output, *saved = results
+    return hidden_states if inplace else output, *(saved if save_for_backward else [None] * 4)
+
+
+def _inputs(
+    make: Maker,
+    *,
+    tokens: int,
+    hidden: int,
+    streams: int = 4,
+    save: bool = True,
+    images: bool = False,
+    inplace: bool = False,
+    packed: bool = True,
+) -> tuple:
+    x = make.randn(tokens, streams, hidden, dtype=torch.bfloat16)
+    kv = make.randn(tokens, streams + 1, hidden, dtype=torch.bfloat16)
+    k, v = kv[:, :streams], kv[:, streams]
+    if not packed:
+        k, v = make.value(k.contiguous()), make.value(v.contiguous())
+    weight = make.randn(streams, hidden, scale=0.5)
+    mask = make.randint(0, 2, tokens, dtype=torch.bool) if images else None
+    return x, k, v, weight, 1e-6, 1e-6, save, mask, inplace
+
+
+@operator(
+    spec="operators.md P31",
+    phase="both",
+    plan=_plan,
+    inputs=_inputs,
+    equality=(*[Diff(2e-10)] * 5, BITWISE),
+    mutates=("hidden_states",),
+    finish=_finish,
+    cases=[
+        {"tokens": 0, "hidden": 256},
+        {"tokens": 1, "hidden": 1024},
+        {"tokens": 3, "hidden": 1024, "packed": False, "save": False},
+        {"tokens": 7, "hidden": 1280, "images": True, "streams": 2},
+        {"tokens": 5, "hidden": 256, "images": True, "inplace": True, "streams": 3},
+    ],
+    workloads=[
+        Workload(f"v4.1-{phase}", {"hidden": 5120, "save": False, "inplace": True}, tokens, "v4.1")
+        for phase, tokens in PHASES.items()
+    ]
+    + [Workload(f"{d}-fine-tuning", {"hidden": d}, (4096, 8192)) for d in (4096, 5120, 7168)],
+    peers=["vllm", "sglang", "tile_kernels"],
+)
+def engram_gate_fwd(
+    hidden_states: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight_fused: Tensor,
+    eps: float,
+    clamp_value: float,
+    save_for_backward: bool = True,
+    *,
+    image_token_mask: Tensor | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Hidden states plus the gated value; the residual is added here, so a model must not add it again.
+
+    In float32 for each token and stream: dot = sum(x w k), z = dot rstd_x rstd_k / sqrt(D),
+    gate = sigmoid(copysign(sqrt(max(|z|, clamp_value)), z)), output = x + gate v. At z = +0 the gate is
+    sigmoid(sqrt(clamp_value)), at -0 its mirror image below one half.
+
+    Args:
+        hidden_states: x, bfloat16 [T, h, D], contiguous, D a multiple of 256.
+        k: bfloat16 [T, h, D], stride(-1) == 1, other strides free (a view of one kv buffer, for instance).
+        v: bfloat16 [T, D], as k.
+        weight_fused: float32 [h, D], contiguous; see ``fused_weight``.
+        eps: added to the mean squares; positive.
+        clamp_value: smallest magnitude of z; positive (1e-6 in the models).
+        save_for_backward: also return what the backward pass needs.
+        image_token_mask: bool [T]; where True the output is x bit for bit and the saved values are 0.
+        inplace: write the output over hidden_states.
+
+    Returns:
+        (output bfloat16 [T, h, D], dot, gate, rstd_x, rstd_k float32 [T, h]); None for the last four without
+        save_for_backward. dot is the raw sum.
+
+    Raises:
+        TypeError: wrong dtype.
+        ValueError: wrong shape, layout, device, or a number that is not positive.
+    """
+    width = hidden_states.shape[-1]
+    x, key = hidden_states.float(), k.float()
+    dot = (x * weight_fused * key).sum(dim=-1)
+    rstd_x = 1 / (x.square().mean(dim=-1) + eps).sqrt()
+    rstd_k = 1 / (key.square().mean(dim=-1) + eps).sqrt()
+    z = dot * rstd_x * rstd_k * width**-0.5
+    gate = torch.sigmoid(torch.copysign(z.abs().clamp_min(clamp_value).sqrt(), z))
+    output = (x + gate[..., None] * v.float()[:, None]).to(torch.bfloat16)
+    saved = [dot, gate, rstd_x, rstd_k]
+    if image_token_mask is not None:
+        output = torch.where(image_token_mask[:, None, None], hidden_states, output)
+        saved = [torch.where(image_token_mask[:, None], 0, value) for value in saved]
+    return (output, *saved) if save_for_backward else (output, None, None, None, None)

@@ -1,0 +1,89 @@
+"""Differentiable SwiGLU and RMSNorm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tk_serving import quant
+
+FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+"""The dtypes of rows that the operators take, with the names that they give them."""
+
+
+def swiglu(x: Tensor, *, clamp_value: float | None = None, row_weights: Tensor | None = None) -> Tensor:
+    """``silu(gate) * up``, times a weight of the row if given; float32 inside, rounded once.
+
+    Args:
+        x: bfloat16 or float32 [N, 2H], contiguous, gate left of up; H a multiple of 128.
+        clamp_value: limits the gate from above and up on both sides; their gradients are zero outside.
+        row_weights: float32 [N].
+
+    Returns:
+        [N, H] in the dtype of x.
+    """
+    return _SwiGLU.apply(x, row_weights, clamp_value)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row_weights: Tensor | None, clamp_value: float | None) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, row_weights)
+        ctx.clamp_value = clamp_value
+        return quant.swiglu_forward(x, FORMATS[x.dtype], topk_weights=row_weights, clamp_value=clamp_value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, row_weights = ctx.saved_tensors
+        return *_swiglu_backward(x, grad, row_weights, ctx.clamp_value), None
+
+
+def _swiglu_backward(
+    x: Tensor, grad: Tensor, row_weights: Tensor | None, clamp_value: float | None
+) -> tuple[Tensor, Tensor | None]:
+    gate, up = x.float().chunk(2, dim=1)
+    a = gate if clamp_value is None else gate.clamp(max=clamp_value)
+    b = up if clamp_value is None else up.clamp(-clamp_value, clamp_value)
+    s = torch.sigmoid(a)
+    grad = grad.float()
+    of_weights = None
+    if row_weights is not None:
+        of_weights = (grad * (a * s * b)).sum(1)
+        grad = grad * row_weights[:, None]
+    of_gate = grad * s * b * (1 + a * (1 - s))
+    of_up = grad * s * a
+    if clamp_value is not None:
+        of_gate = torch.where(gate > clamp_value, 0.0, of_gate)
+        of_up = torch.where(up.abs() > clamp_value, 0.0, of_up)
+    return torch.cat([of_gate, of_up], dim=1).to(x.dtype), of_weights
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """``x / rms(x) * weight`` over the last dimension; float32 inside, rounded once.
+
+    Args:
+        x: bfloat16 or float32 [..., H], H a multiple of 16 up to 16384.
+        weight: [H] in the dtype of x, or None.
+        eps: added to the mean square.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    return _RMSNorm.apply(rows, weight, eps).view(x.shape)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:  # type: ignore[override]
+        out, rstd, _ = quant.norm_forward(x, weight, eps, with_rstd=any(ctx.needs_input_grad))
+        ctx.save_for_backward(x, weight, rstd)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, rstd = ctx.saved_tensors
+        of_x, of_weight = quant.norm_backward(grad.contiguous(), x, weight, rstd)
+        return of_x, of_weight, None

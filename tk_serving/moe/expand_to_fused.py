@@ -1,0 +1,82 @@
+"""Rows of tokens copied to their positions in the expert-major layout."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tk_serving.compare import BITWISE
+from tk_serving.expect import Expect
+from tk_serving.moe import _fused
+from tk_serving.operator import Launch, Out, Plan, operator
+from tk_serving.workloads import Maker, serving
+
+_expect = Expect("expand_to_fused")
+
+
+def _plan(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> Plan:
+    _fused.check_rows(_expect, "x", x)
+    tokens, hidden = x.shape
+    topk, rows = _fused.check_mapping(_expect, tokens, token_topk_to_pos, pos_to_expert)
+    _expect.same_device(x=x, token_topk_to_pos=token_topk_to_pos, pos_to_expert=pos_to_expert)
+    config = {"hidden": hidden, "itemsize": x.dtype.itemsize, "num_topk": topk, "sf_columns": 0}
+    launch = Launch("moe.expand_to_fused", config, _arguments)
+    return Plan((Out((rows, hidden), x.dtype),), (launch,) if tokens and rows else ())
+
+
+def _arguments(out: Sequence[Tensor], x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> tuple:
+    integer = _fused.INTEGERS[x.dtype.itemsize]
+    return (
+        *(x.view(integer), token_topk_to_pos, pos_to_expert, None),
+        *(out[0].view(integer), None, _fused.is_wide(x, out[0])),
+    )
+
+
+def _inputs(
+    make: Maker, *, tokens: int, hidden: int, topk: int, experts: int = 8, alignment: int = 4, dtype: str = "bfloat16"
+) -> tuple:
+    x = make.randn(tokens, hidden, dtype=torch.float32).to(getattr(torch, dtype))
+    return (make.value(x), *_fused.mapping(make, tokens, experts, topk, alignment, drop=topk < 4))
+
+
+@operator(
+    spec="operators.md P26",
+    phase="inference",
+    plan=_plan,
+    inputs=_inputs,
+    equality=BITWISE,
+    cases=[
+        {"tokens": 0, "hidden": 64, "topk": 2},
+        {"tokens": 9, "hidden": 1280, "topk": 4},
+        {"tokens": 5, "hidden": 100, "topk": 3},
+        {"tokens": 7, "hidden": 200, "topk": 2, "dtype": "int8"},
+        {"tokens": 3, "hidden": 96, "topk": 6, "dtype": "float32", "experts": 12, "alignment": 16},
+    ],
+    workloads=serving(
+        lambda m: {
+            "hidden": m.hidden_size,
+            "topk": m.num_experts_per_tok,
+            "experts": m.n_routed_experts,
+            "alignment": 128,
+        }
+    ),
+)
+def expand_to_fused(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> Tensor:
+    """Copy the row of every token to its positions; padding rows become zero.
+
+    The mapping comes from ``get_fused_mapping``. Positions outside [0, N) are skipped. A position that two pairs
+    name, or that no pair names although ``pos_to_expert`` is not negative there, has unspecified content.
+
+    Args:
+        x: [T, H], contiguous, any dtype of 1, 2 or 4 bytes.
+        token_topk_to_pos: int32 [T, K].
+        pos_to_expert: int32 [N]; negative marks padding.
+
+    Returns:
+        [N, H] in the dtype of ``x``.
+
+    Raises:
+        TypeError: dtype.
+        ValueError: wrong shape or layout.
+    """
+    return _fused.scatter(len(pos_to_expert), x, token_topk_to_pos, pos_to_expert)
