@@ -198,7 +198,8 @@ class _Parameter:
             return [f"{tensor(self.optional)} {self.name}", f"{tensor(self.optional or self.tensor)} {self.name}_1"]
         if self.kind == "Tensor":
             return [f"{tensor(self.optional)} {self.name}"]
-        return [f"{self.kind}{'?' if self.optional else ''} {self.name}"]
+        kind = f"Tensor({next(alias)}!)[]" if self.kind == "Tensor[]" and mutated else self.kind
+        return [f"{kind}{'?' if self.optional else ''} {self.name}"]
 
     def unflatten(self, values: Iterator[Any]) -> Any:
         value = next(values)
@@ -462,7 +463,8 @@ def _leaves(hint: Any, value: Any) -> Iterator[Tensor | None]:
     elif isinstance(hint, types.UnionType):
         yield from _leaves(next(o for o in typing.get_args(hint) if o is not type(None)), value)
     elif typing.get_origin(hint) is tuple:
-        for part, item in zip(typing.get_args(hint), value, strict=True):
+        # Results at the end that a call does not ask for may be missing.
+        for part, item in itertools.zip_longest(typing.get_args(hint), value):
             yield from _leaves(part, item)
     elif hint is Tensor:
         yield value

@@ -3,6 +3,7 @@
 import pytest
 
 from tk_serving.bench.record import ChainRow, PeerResult, Record, Row
+from tk_serving.bench.timing import Statistics
 
 
 class FakeSampler:
@@ -22,6 +23,14 @@ class FakeSampler:
 
 class FakeTimer:
     """The n-th prepared implementation takes the n-th of the given times."""
+
+    l2_bytes = 2**20
+
+    def copy_gbps(self, rounds):
+        return Statistics(4000.0, 3900.0, 4100.0, rounds)
+
+    def floor_us(self, mode, rounds):
+        return Statistics(1.0, 0.9, 1.1, rounds)
 
     def __init__(self, *times):
         self.times, self.samplers, self.modes = list(times), [], []

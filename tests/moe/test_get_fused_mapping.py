@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from tk_serving.moe import get_fused_mapping
+from tk_serving.moe import _counting, get_fused_mapping
 from tk_serving.operator import find
 
 CONTRACT = importlib.import_module("tk_serving.moe.get_fused_mapping")
@@ -109,14 +109,14 @@ def test_no_result_depends_on_the_launch(monkeypatch):
     assert lists(op.call("simulator", ids, 8, 2000, 16)) == expected
     monkeypatch.setattr(CONTRACT, "MAX_PAIRS_IN_ONE_LAUNCH", 1000)
     assert lists(op.call("simulator", ids, 8, 2000, 16)) == expected
-    monkeypatch.setattr(CONTRACT, "_blocks", lambda pairs: (-(-pairs // 256), 256))
+    monkeypatch.setattr(_counting, "blocks_of", lambda pairs: (-(-pairs // 256), 256))
     assert lists(op.call("simulator", ids, 8, 2000, 16)) == expected
 
 
 @pytest.mark.parametrize("pairs", [4097, 65_536, 300_000 * 8, 2**31 - 2**21])
 def test_blocks_cover_the_pairs(pairs):
-    blocks, chunk = CONTRACT._blocks(pairs)
-    assert chunk % CONTRACT.STEP == 0
+    blocks, chunk = _counting.blocks_of(pairs)
+    assert chunk % _counting.CHUNK == 0
     assert (blocks - 1) * chunk < pairs <= blocks * chunk
     assert blocks <= 128
 

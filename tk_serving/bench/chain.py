@@ -8,6 +8,7 @@ out. A step that one side cannot run is left out on both, and named.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -112,7 +113,7 @@ class Chain:
         samplers: dict[str, Sampler] = {}
         try:
             for name, side in self._sides.items():
-                samplers[name] = self._bench.timer.prepare(lambda index, side=side: _sequence(side, index), GRAPH)
+                samplers[name] = self._bench.timer.prepare(functools.partial(_sequence, side), GRAPH)
             timed = measure(samplers, rounds)
         except Exception as error:
             self._bench.survive(error)

@@ -174,7 +174,7 @@ def merge(records: Sequence[Record]) -> Record:
                 raise ValueError(f"merge: {name}: expected version {first.versions[name]}, got {version}")
         first.rows = _replace(first.rows, other.rows)
         first.chains = _replace(first.chains, other.chains)
-        first.aborted = first.aborted or other.aborted
+        first.aborted = other.aborted
         first.date = max(first.date, other.date)
     return first
 

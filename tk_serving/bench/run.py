@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,8 +24,8 @@ from tk_serving.bench.plot import plot as make_plot
 from tk_serving.bench.plot import require_matplotlib
 from tk_serving.bench.record import Record
 from tk_serving.bench.selection import Task, select
-from tk_serving.bench.suite import NO_PEERS, Suite
-from tk_serving.bench.timing import GRAPH, MODES, CudaTimer
+from tk_serving.bench.suite import NO_PEERS, Suite, row_of
+from tk_serving.bench.timing import GRAPH, MODES, CudaTimer, DeviceTimer, HostTimer
 from tk_serving.compile.ahead import revision
 
 SAVE_EVERY_SECONDS = 20.0
@@ -47,6 +48,8 @@ class Options:
     engine: str = "vllm"
     check: bool = True
     revision: str = ""
+    limit: float = math.inf
+    resume: bool = False
     json: Path | None = None
 
 
@@ -69,46 +72,68 @@ def validate(options: Options) -> list[Task]:
     if options.chains:
         return []
     tasks = select(options.names, options.models, options.tokens)
-    if not tasks:
+    known_rows = {row.key for record in earlier(options) for row in record.rows}
+    tasks = [task for task in tasks if not all(row_of(task, mode).key in known_rows for mode in options.modes)]
+    if not tasks and not known_rows:
         raise ValueError(f"bench: model: expected a model that the operators have workloads of, got {options.models}")
     return tasks
 
 
-def measure(options: Options, console: Console | None = None) -> Record:
-    """Run the benchmark on the current CUDA device. The record is saved now and then, so a lost run keeps its rows."""
+def earlier(options: Options) -> list[Record]:
+    """With ``resume``, what the file of the record already holds."""
+    return [Record.load(options.json)] if options.resume and options.json is not None and options.json.exists() else []
+
+
+def measure(
+    options: Options, console: Console | None = None, timer: DeviceTimer | None = None, device: str = "cuda"
+) -> Record:
+    """Run the benchmark. The record is saved now and then, so a run that is lost keeps its rows.
+
+    Args:
+        options: what to measure.
+        console: for the progress bar.
+        timer: in place of the one of the current CUDA device.
+        device: on which the inputs are made.
+
+    Raises:
+        ValueError: an option names something unknown, or the record to resume is of another machine or revision.
+    """
     import torch
 
     tasks = validate(options)
     console = console or Console()
+    started = time.monotonic()
     with torch.no_grad():
-        timer = CudaTimer()
+        timer = timer or CudaTimer()
+        copy_gbps = timer.copy_gbps(options.rounds).median  # first: brings the clocks up
         floors = {mode: timer.floor_us(mode, options.rounds).median for mode in dict.fromkeys((GRAPH, *options.modes))}
         record = Record(
-            device=torch.cuda.get_device_name(),
+            device="CPU" if device == "cpu" else torch.cuda.get_device_name(),
             driver=records.driver(),
             versions=records.versions(),
             revision=options.revision or revision(),
             date=records.today(),
-            copy_gbps=timer.copy_gbps(options.rounds).median,
+            copy_gbps=copy_gbps,
             floor_us=floors[GRAPH],
             floors=floors,
             l2_bytes=timer.l2_bytes,
         )
-        bench = Bench(timer, check=options.check)
-        suite = Suite(bench, record.copy_gbps, options.peers, options.sites, options.rounds)
+        records.merge([*earlier(options), record])  # refuses now rather than after the measurement
+        bench = Bench(timer, device, options.check)
+        suite = Suite(bench, copy_gbps, options.peers, options.sites, options.rounds)
         try:
             if options.chains:
-                _measure_chains(options, bench, record, console)
+                _measure_chains(options, bench, record, console, started)
             else:
-                _measure_rows(tasks, options, suite, record, console)
-        except DeviceLostError as lost:
-            record.aborted = str(lost)
+                _measure_rows(tasks, options, suite, record, console, started)
+        except (DeviceLostError, TimeoutError) as ended:
+            record.aborted = str(ended)
         except KeyboardInterrupt:
             record.aborted = "interrupted"
         finally:
             record.versions |= suite.versions()
             suite.close()
-    return record
+    return records.merge([*earlier(options), record])
 
 
 def publish(record: Record, json: Path | None, plot: Path | None, page: Path | None, source: Path | None) -> bool:
@@ -156,7 +181,7 @@ def list_rows(options: Options, console: Console | None = None) -> None:
 
     console = console or Console()
     tasks = validate(options)
-    suite = Suite(Bench(_NoTimer(), "cpu"), 1.0, options.peers)
+    suite = Suite(Bench(HostTimer(), "cpu"), 1.0, options.peers)
     shown = Table("operator", "workload", "tokens", "peers", box=None, header_style="bold", pad_edge=False)
     lines: dict[tuple[str, str], list[Task]] = {}
     for task in tasks:
@@ -171,12 +196,9 @@ def list_rows(options: Options, console: Console | None = None) -> None:
     console.print(f"{len(tasks) * len(options.modes)} rows", highlight=False)
 
 
-class _NoTimer:
-    def prepare(self, calls: object, mode: str) -> object:
-        raise NotImplementedError
-
-
-def _measure_rows(tasks: Sequence[Task], options: Options, suite: Suite, record: Record, console: Console) -> None:
+def _measure_rows(
+    tasks: Sequence[Task], options: Options, suite: Suite, record: Record, console: Console, started: float
+) -> None:
     saved = time.monotonic()
     with _progress(console, len(tasks) * len(options.modes)) as advance:
 
@@ -185,13 +207,14 @@ def _measure_rows(tasks: Sequence[Task], options: Options, suite: Suite, record:
             record.rows.append(row)
             advance(f"{row.operator} {row.workload} tokens={row.tokens}")
             if options.json is not None and time.monotonic() - saved > SAVE_EVERY_SECONDS:
-                record.save(options.json)
+                records.merge([*earlier(options), record]).save(options.json)
                 saved = time.monotonic()
+            _in_time(options, started)
 
         suite.run(tasks, options.modes, seen)
 
 
-def _measure_chains(options: Options, bench: Bench, record: Record, console: Console) -> None:
+def _measure_chains(options: Options, bench: Bench, record: Record, console: Console, started: float) -> None:
     counts = options.tokens or chains.TOKENS
     with _progress(console, len(options.chains) * len(counts)) as advance:
         for name in options.chains:
@@ -199,6 +222,12 @@ def _measure_chains(options: Options, bench: Bench, record: Record, console: Con
                 record.chains.append(chains.Chain(name, options.engine, count, bench).measure(options.rounds))
                 advance(f"{name} tokens={count}")
                 bench.finish()
+                _in_time(options, started)
+
+
+def _in_time(options: Options, started: float) -> None:
+    if time.monotonic() - started > options.limit:
+        raise TimeoutError(f"the limit of {options.limit:g} s is reached; --resume measures the rest")
 
 
 @contextmanager

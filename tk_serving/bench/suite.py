@@ -64,8 +64,7 @@ class Suite:
         Raises:
             DeviceLostError: the device is unusable; the row is lost, too.
         """
-        row = Row(task.op.qualified_name, task.workload.label, task.tokens, mode)
-        row.model, row.params = task.workload.model, _plain(task.params)
+        row = row_of(task, mode)
         try:
             row.bytes = task.op.compulsory_bytes(*self.bench.start(task).inputs[0])
         except Exception as error:
@@ -79,10 +78,10 @@ class Suite:
             for one in ready.values():
                 with contextlib.suppress(RuntimeError, PeerUnavailableError):
                     one.sampler.release()
-        for target in (row, *row.peers):
-            statistics = timed.get(target.name if isinstance(target, PeerResult) else OURS)
-            if statistics is not None:
-                target.us, target.p10, target.p90 = statistics.median, statistics.p10, statistics.p90
+        targets: dict[str, Row | PeerResult] = {OURS: row, **{peer.name: peer for peer in row.peers}}
+        for name, statistics in timed.items():
+            target = targets[name]
+            target.us, target.p10, target.p90 = statistics.median, statistics.p10, statistics.p90
         row.conclude(self.copy_gbps)
         return row
 
@@ -154,11 +153,13 @@ class Suite:
                 continue  # its next row reports the reason
 
 
-def _plain(params: Mapping) -> dict:
-    return {
-        key: value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
-        for key, value in params.items()
-    }
+def row_of(task: Task, mode: str) -> Row:
+    """The row of a task before anything was measured."""
+    plain = (int, float, str, bool, type(None))
+    params = {key: value if isinstance(value, plain) else str(value) for key, value in task.params.items()}
+    row = Row(task.op.qualified_name, task.workload.label, task.tokens, mode)
+    row.model, row.params = task.workload.model, params
+    return row
 
 
-__all__ = ["NO_PEERS", "DeviceLostError", "Preparer", "Suite"]
+__all__ = ["NO_PEERS", "DeviceLostError", "Preparer", "Suite", "row_of"]

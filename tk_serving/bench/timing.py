@@ -10,6 +10,7 @@ A call that synchronises with the host cannot be captured; it is timed as it is 
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -57,6 +58,16 @@ class Timer(Protocol):
     """Turns calls into samplers. ``calls(i)`` is the call on the i-th copy of the inputs."""
 
     def prepare(self, calls: Callable[[int], Call], mode: str) -> Sampler: ...
+
+
+class DeviceTimer(Timer, Protocol):
+    """A timer that also knows the limits of its device."""
+
+    l2_bytes: int
+
+    def copy_gbps(self, rounds: int) -> Statistics: ...
+
+    def floor_us(self, mode: str, rounds: int) -> Statistics: ...
 
 
 class SampleError(RuntimeError):
@@ -147,6 +158,7 @@ class CudaTimer:
 
     def prepare(self, calls: Callable[[int], Call], mode: str) -> Sampler:
         first = calls(0)
+        torch.cuda.synchronize(self.device)  # the inputs were made on another stream
         with torch.cuda.stream(self.stream):
             first()  # compiles, loads, allocates
         self.stream.synchronize()
@@ -203,7 +215,8 @@ class CudaTimer:
 
     def _capture(self, calls: Sequence[Call]) -> _GraphSampler:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.stream):
+        torch.cuda.synchronize(self.device)
+        with _no_garbage_collection(), torch.cuda.stream(self.stream):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 results = [call() for call in calls]  # all kept: no two calls write to the same memory
@@ -220,7 +233,9 @@ class CudaTimer:
         alone = _StreamSampler(self, [first])
         alone.sample()
         count = calls_per_sample(min(alone.sample() for _ in range(3)), mode)
-        return _StreamSampler(self, [first, *(calls(i) for i in range(1, count))])
+        sampler = _StreamSampler(self, [first, *(calls(i) for i in range(1, count))])
+        torch.cuda.synchronize(self.device)
+        return sampler
 
     def time(self, work: Callable[[], Any]) -> float:
         """Microseconds that ``work`` keeps the stream busy, starting from a cold L2."""
@@ -233,6 +248,18 @@ class CudaTimer:
             end.record()
         end.synchronize()
         return start.elapsed_time(end) * 1e3
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Whatever the collector would free on the device could end a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _GraphSampler:

@@ -65,11 +65,11 @@ class Remote:
         if self._process is None:
             self._start()
         assert self._process is not None
-        requests, answers = self._process.stdin, self._process.stdout
+        assert self._process.stdout is not None
         try:
-            print(json.dumps({"command": command, **arguments}), file=requests, flush=True)
-            ready, _, _ = select.select([answers], [], [], ANSWER_SECONDS)
-            line = answers.readline() if ready and answers else ""
+            print(json.dumps({"command": command, **arguments}), file=self._process.stdin, flush=True)
+            ready, _, _ = select.select([self._process.stdout], [], [], ANSWER_SECONDS)
+            line = self._process.stdout.readline() if ready else ""
         except OSError:
             line = ""
         if not line:

@@ -30,6 +30,8 @@ def bench(
     engine: Annotated[str, typer.Option(help="Engine that a chain is compared with.")] = "vllm",
     check: Annotated[bool, typer.Option(help="Compare all results with the reference first.")] = True,
     revision: Annotated[str, typer.Option(help="Git revision for the record where there is no checkout.")] = "",
+    limit: Annotated[float, typer.Option(min=1, help="Stop after the row that reaches this many seconds.")] = 1e9,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that the --json file holds already.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write the record to this file.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Write a PNG; {family} in the name makes one for each family.")
@@ -64,6 +66,8 @@ def bench(
             engine=engine,
             check=check,
             revision=revision,
+            limit=limit,
+            resume=resume,
             json=json,
         )
         if dry_run:

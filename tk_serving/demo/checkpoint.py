@@ -38,7 +38,7 @@ def config(model: str) -> dict[str, Any]:
     return json.loads((files("tk_serving.demo") / "models" / f"{MODELS[model]}.json").read_text())
 
 
-def write(model: str, folder: Path, seed: int = 0) -> Path:
+def write(model: str, folder: Path, seed: int = 1) -> Path:
     """Write configuration, tokenizer and weights of a tiny model; return the folder."""
     from safetensors.torch import save_file
 

@@ -48,3 +48,29 @@ def check_strided(expect: Expect, argument: str, tensor: Tensor, shape: Sequence
     expect.dtype(argument, tensor, torch.bfloat16)
     expect.shape(argument, tensor, shape)
     expect.that(tensor.stride(-1) == 1, argument, "stride(-1) == 1", f"strides {list(tensor.stride())}")
+
+
+def check_backward(
+    expect: Expect,
+    grad_out: Tensor,
+    hidden_states: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight_fused: Tensor,
+    saved: Sequence[Tensor],
+    clamp_value: float,
+    image_token_mask: Tensor | None,
+) -> tuple[int, int, int]:
+    """The arguments that the backward passes have in common; returns T, h, D."""
+    tokens, streams, hidden = check_gate(expect, hidden_states, k, v, weight_fused, clamp_value, image_token_mask)
+    expect.tensor("grad_out", grad_out, torch.bfloat16, (tokens, streams, hidden))
+    named = dict(zip(("dot", "gate_score", "rstd_x", "rstd_k"), saved, strict=True))
+    for name, value in named.items():
+        expect.tensor(name, value, torch.float32, (tokens, streams))
+    expect.same_device(hidden_states=hidden_states, grad_out=grad_out, **named)
+    return tokens, streams, hidden
+
+
+def split_packed(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys [T, h, D] and the value [T, D] of a packed [T, h + 1, D] buffer."""
+    return kv[:, :-1], kv[:, -1]

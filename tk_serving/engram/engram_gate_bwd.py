@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tk_serving import config
 from tk_serving.compare import Diff
-from tk_serving.engram._shapes import check_gate
+from tk_serving.engram._shapes import check_backward, split_packed
 from tk_serving.engram.engram_gate_fwd import engram_gate_fwd
 from tk_serving.expect import Expect
 from tk_serving.layout import aligned
@@ -17,27 +17,6 @@ from tk_serving.workloads import Maker, Workload
 LIMIT = 1e-8  # diff of every gradient
 
 _expect = Expect("engram_gate_bwd")
-
-
-def check(
-    expect: Expect,
-    grad_out: Tensor,
-    hidden_states: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight_fused: Tensor,
-    saved: Sequence[Tensor],
-    clamp_value: float,
-    image_token_mask: Tensor | None,
-) -> tuple[int, int, int]:
-    """Check the arguments of a backward pass; returns T, h, D."""
-    tokens, streams, hidden = check_gate(expect, hidden_states, k, v, weight_fused, clamp_value, image_token_mask)
-    expect.tensor("grad_out", grad_out, torch.bfloat16, (tokens, streams, hidden))
-    named = dict(zip(("dot", "gate_score", "rstd_x", "rstd_k"), saved, strict=True))
-    for name, value in named.items():
-        expect.tensor(name, value, torch.float32, (tokens, streams))
-    expect.same_device(hidden_states=hidden_states, grad_out=grad_out, **named)
-    return tokens, streams, hidden
 
 
 def _plan(
@@ -54,7 +33,7 @@ def _plan(
     image_token_mask: Tensor | None,
 ) -> Plan:
     saved = (dot, gate_score, rstd_x, rstd_k)
-    tokens, streams, hidden = check(
+    tokens, streams, hidden = check_backward(
         _expect, grad_out, hidden_states, k, v, weight_fused, saved, clamp_value, image_token_mask
     )
     outputs = (
@@ -64,12 +43,12 @@ def _plan(
         Out((config.get_num_sms(), streams, hidden), torch.float32),
     )
     wide = aligned(grad_out, hidden_states, k, v, weight_fused)
-    kernel = Launch("engram.engram_gate_bwd", {"hidden": hidden, "streams": streams, "wide": wide}, _arguments)
+    kernel = Launch("engram.engram_gate_bwd", {"hidden": hidden, "streams": streams, "wide": wide}, arguments)
     # A stand-in for an absent mask; the kernel does not read it.
     return Plan(outputs, (kernel,) if tokens else (), (Out((tokens,), torch.uint8),))
 
 
-def _arguments(
+def arguments(
     buffers: Sequence[Tensor],
     grad_out: Tensor,
     hidden_states: Tensor,
@@ -83,6 +62,7 @@ def _arguments(
     clamp_value: float,
     image_token_mask: Tensor | None,
 ) -> tuple:
+    """Run-time arguments of the kernel; the gradients of k and v may be views of one buffer."""
     *gradients, no_mask = buffers
     masked = image_token_mask is not None
     mask = image_token_mask.view(torch.uint8) if masked else no_mask
@@ -90,10 +70,12 @@ def _arguments(
     return grad_out, hidden_states, k, v, weight_fused, *saved, mask, *gradients, clamp_value, int(masked)
 
 
-def _inputs(make: Maker, *, tokens: int, hidden: int, streams: int = 4, images: bool = False, clamp: float = 1e-6) -> tuple:
+def _inputs(
+    make: Maker, *, tokens: int, hidden: int, streams: int = 4, images: bool = False, clamp: float = 1e-6
+) -> tuple:
     x = make.randn(tokens, streams, hidden, dtype=torch.bfloat16)
     kv = make.randn(tokens, streams + 1, hidden, dtype=torch.bfloat16)
-    k, v = kv[:, :streams], kv[:, streams]
+    k, v = split_packed(kv)
     weight = make.randn(streams, hidden, scale=0.5)
     mask = make.randint(0, 2, tokens, dtype=torch.bool) if images else None
     _, *saved = engram_gate_fwd.operator.reference(x, k, v, weight, 1e-6, clamp, image_token_mask=mask)

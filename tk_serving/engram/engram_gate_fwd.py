@@ -7,10 +7,10 @@ from torch import Tensor
 
 from tk_serving import config
 from tk_serving.compare import BITWISE, Diff
-from tk_serving.engram._shapes import check_gate
+from tk_serving.engram._shapes import check_gate, split_packed
 from tk_serving.expect import Expect
 from tk_serving.layout import aligned
-from tk_serving.operator import Existing, Launch, Out, Plan, operator
+from tk_serving.operator import Launch, Out, Plan, operator
 from tk_serving.workloads import PHASES, Maker, Workload
 
 _expect = Expect("engram_gate_fwd")
@@ -30,7 +30,7 @@ def _plan(
     tokens, streams, hidden = check_gate(_expect, hidden_states, k, v, weight_fused, clamp_value, image_token_mask)
     _expect.positive("eps", eps)
     saved = Out((tokens, streams), torch.float32)
-    output = Existing("hidden_states") if inplace else Out((tokens, streams, hidden), torch.bfloat16)
+    output = None if inplace else Out((tokens, streams, hidden), torch.bfloat16)
     outputs = (output, *([saved if save_for_backward else None] * 4))
     launch = Launch(
         "engram.engram_gate_fwd",
@@ -71,7 +71,8 @@ def _arguments(
     saved = saved if save_for_backward else [nothing] * 4
     groups = min(tokens, max(1, config.get_num_sms() * _blocks_per_sm(hidden) // streams))
     flags = (eps, clamp_value, int(masked), int(save_for_backward), groups)
-    return hidden_states, k, v, weight_fused, mask, output, *saved, *flags
+    written = hidden_states if inplace else output
+    return hidden_states, k, v, weight_fused, mask, written, *saved, *flags
 
 
 def _finish(results: Any, *args: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -93,7 +94,7 @@ def _inputs(
 ) -> tuple:
     x = make.randn(tokens, streams, hidden, dtype=torch.bfloat16)
     kv = make.randn(tokens, streams + 1, hidden, dtype=torch.bfloat16)
-    k, v = kv[:, :streams], kv[:, streams]
+    k, v = split_packed(kv)
     if not packed:
         k, v = make.value(k.contiguous()), make.value(v.contiguous())
     weight = make.randn(streams, hidden, scale=0.5)
@@ -172,4 +173,6 @@ def engram_gate_fwd(
     if image_token_mask is not None:
         output = torch.where(image_token_mask[:, None, None], hidden_states, output)
         saved = [torch.where(image_token_mask[:, None], 0, value) for value in saved]
+    if inplace:
+        hidden_states.copy_(output)
     return (output, *saved) if save_for_backward else (output, None, None, None, None)

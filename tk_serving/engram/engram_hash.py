@@ -55,7 +55,9 @@ def _arguments(
     return ngram_token_ids, multipliers, vocab_sizes, offsets, mask, buffers[0], masked
 
 
-def _inputs(make: Maker, *, tokens: int, layers: int = 2, ngram: int = 4, tables: int = 8, images: bool = False) -> tuple:
+def _inputs(
+    make: Maker, *, tokens: int, layers: int = 2, ngram: int = 4, tables: int = 8, images: bool = False
+) -> tuple:
     ids = make.randint(-1, 129280, tokens, ngram, dtype=torch.int32)
     multipliers = make.randint(-(2**62), 2**62, layers, ngram) * 2 + 1
     vocab_sizes = make.randint(15_990_000, 16_010_000, layers, ngram - 1, tables, dtype=torch.int32)

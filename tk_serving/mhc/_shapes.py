@@ -84,17 +84,10 @@ def count(sizes: Sequence[int]) -> int:
     return math.prod(sizes)
 
 
-def words(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it that can be read in 16-byte words."""
-    return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
-
-
 def rows(tensor: Tensor, *tail: int) -> Tensor:
-    """[..., *tail] as [tokens, *tail], readable in 16-byte words; a copy where the layout does not allow a view."""
-    flat = tensor.reshape(-1, *tail)
-    if flat.stride(-1) != 1:
-        flat = flat.contiguous()
-    return words(flat)
+    """[..., *tail] as contiguous [tokens, *tail] readable in 16-byte words; a copy where that takes one."""
+    flat = tensor.reshape(-1, *tail).contiguous()
+    return flat if aligned(flat.view(-1)) else flat.clone()
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:

@@ -11,6 +11,7 @@ from tk_serving.operator import Launch, Out, Plan, operator
 from tk_serving.workloads import Maker, serving
 
 _expect = Expect("mhc_pre_norm_fn")
+_NAMES = ("mhc_fn", "mhc_norm_weight")
 
 
 def _plan(
@@ -21,7 +22,7 @@ def _plan(
     fuse_grad_acc: bool,
     n_splits: int,
 ) -> Plan:
-    tokens, size = _partials.check(_expect, residual, mhc_fn, mhc_norm_weight, n_splits)
+    tokens, size = _partials.check(_expect, residual, mhc_fn, mhc_norm_weight, n_splits, names=_NAMES)
     mixes = mhc_fn.shape[0]
     splits = _partials.num_splits(size, mixes, n_splits)
     scale = Launch(

@@ -12,10 +12,11 @@ from tk_serving.operator import Plan, operator
 from tk_serving.workloads import Maker, serving
 
 _expect = Expect("mhc_pre_norm_gemm")
+_NAMES = ("mhc_fn", "mhc_norm_weight")
 
 
 def _plan(residual: Tensor, mhc_fn: Tensor, mhc_norm_weight: Tensor | None, n_splits: int) -> Plan:
-    tokens, size = _partials.check(_expect, residual, mhc_fn, mhc_norm_weight, n_splits)
+    tokens, size = _partials.check(_expect, residual, mhc_fn, mhc_norm_weight, n_splits, names=_NAMES)
     mixes = mhc_fn.shape[0]
     splits = _partials.num_splits(size, mixes, n_splits)
     launch = _partials.launch(size, mixes, splits, mhc_norm_weight is not None, at=0)

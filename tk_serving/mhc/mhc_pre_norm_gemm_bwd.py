@@ -21,7 +21,9 @@ _MAX_PARTS = 16
 def _plan(
     residual: Tensor, mhc_fn: Tensor, mhc_norm_weight: Tensor | None, out_mul_grad: Tensor, sqrsum_grad: Tensor
 ) -> Plan:
-    lead, size = _partials.check(_expect, residual, mhc_fn, mhc_norm_weight, n_splits=1)
+    lead, size = _partials.check(
+        _expect, residual, mhc_fn, mhc_norm_weight, n_splits=1, names=("mhc_fn", "mhc_norm_weight")
+    )
     tokens, mixes, columns = count(lead), mhc_fn.shape[0], MULT * size
     _expect.tensor("out_mul_grad", out_mul_grad, F32, (tokens, mixes))
     _expect.tensor("sqrsum_grad", sqrsum_grad, F32, (tokens,))

@@ -12,6 +12,7 @@ from tk_serving.expect import Expect, short
 from tk_serving.layout import WORD, aligned
 from tk_serving.moe.get_fused_mapping import get_fused_mapping
 from tk_serving.operator import Out
+from tk_serving.quant.formats import encode_e4m3
 from tk_serving.workloads import Maker
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -97,5 +98,5 @@ def combine(
 
 
 def rounded(acc: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to nearest even; e4m3 saturates and keeps NaN."""
-    return (acc.clamp(-448, 448) if dtype == torch.float8_e4m3fn else acc).to(dtype)
+    """Round to nearest even; e4m3 saturates."""
+    return encode_e4m3(acc) if dtype == torch.float8_e4m3fn else acc.to(dtype)

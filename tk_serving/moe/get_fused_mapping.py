@@ -7,13 +7,13 @@ from torch import Tensor
 
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
+from tk_serving.moe._counting import CHUNK, blocks_of, count_of_chunks
 from tk_serving.operator import Launch, Out, Plan, operator
 from tk_serving.workloads import Maker, serving
 
 MAX_EXPERTS = 1024
 MAX_ROWS = 2**31 - 2**20  # leaves room for the steps of the last loop
 MAX_PAIRS_IN_ONE_LAUNCH = 4096
-STEP = 256  # pairs that a block takes at once
 ROWS_PER_BLOCK = 2048  # to fill with padding
 MAX_BLOCKS = 1024
 
@@ -43,12 +43,9 @@ def _plan(topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignmen
         # Stand-ins for the empty tensors of an empty batch.
         scratch: tuple[Out, ...] = () if tokens else (Out((1,), torch.int64), Out((1,), torch.int32))
     else:
-        blocks, _ = _blocks(pairs)
-        placing = (
-            Launch("moe.get_fused_mapping:count", {"num_experts": num_experts}, _arguments_of_count),
-            Launch("moe.get_fused_mapping", {**config, "counted": True}, _arguments_of_place),
-        )
-        scratch = (Out((blocks, num_experts), torch.int32),)
+        counting, counts = count_of_chunks(pairs, num_experts, at=7)
+        placing = (counting, Launch("moe.get_fused_mapping", {**config, "counted": True}, _arguments_of_place))
+        scratch = (counts,)
     outputs = (
         *(Out((rows,), torch.int32) for _ in range(3)),
         Out((tokens, topk), torch.int32),
@@ -61,26 +58,15 @@ def _capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _blocks(pairs: int) -> tuple[int, int]:
-    """Blocks and pairs per block of the two-launch form. A block reads the counts of all others: at most 128."""
-    wanted = min(128, -(-pairs // 2048))
-    chunk = -(-pairs // (wanted * STEP)) * STEP
-    return -(-pairs // chunk), chunk
-
-
 def _arguments_of_one(out: Sequence[Tensor], topk_idx: Tensor, *rest: int) -> tuple:
     pairs, alignment = topk_idx.numel(), rest[2]
     ids, positions = (topk_idx.view(-1), out[3].view(-1)) if pairs else out[7:9]
-    blocks = max(-(-pairs // STEP), min(-(-out[0].shape[0] // ROWS_PER_BLOCK), MAX_BLOCKS))
-    return ids, None, *out[:3], positions, *out[4:7], pairs, STEP, blocks, alignment
-
-
-def _arguments_of_count(out: Sequence[Tensor], topk_idx: Tensor, *_: int) -> tuple:
-    return topk_idx.view(-1), out[7], _blocks(topk_idx.numel())[1]
+    blocks = max(-(-pairs // CHUNK), min(-(-out[0].shape[0] // ROWS_PER_BLOCK), MAX_BLOCKS))
+    return ids, None, *out[:3], positions, *out[4:7], pairs, CHUNK, blocks, alignment
 
 
 def _arguments_of_place(out: Sequence[Tensor], topk_idx: Tensor, *rest: int) -> tuple:
-    blocks, chunk = _blocks(topk_idx.numel())
+    blocks, chunk = blocks_of(topk_idx.numel())
     ids, positions = topk_idx.view(-1), out[3].view(-1)
     return ids, out[7], *out[:3], positions, *out[4:7], topk_idx.numel(), chunk, blocks, rest[2]
 

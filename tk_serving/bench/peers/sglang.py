@@ -181,7 +181,7 @@ def engram_gate_fwd(
     inplace: bool = False,
 ) -> PeerCall:
     """``engram_gate``."""
-    covers(not inplace and image_token_mask is None, "calls that are not in place, without image tokens")
+    covers(image_token_mask is None, "calls without image tokens")
     gate = need(f"{_KERNELS}.embeddings.engram_gate").engram_gate
     kv = torch.cat([k.reshape(k.shape[0], -1), v], dim=1)
     weight, ones = weight_fused.bfloat16(), torch.ones_like(weight_fused, dtype=torch.bfloat16)

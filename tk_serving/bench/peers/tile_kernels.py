@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tk_serving.bench.peers import PeerCall, PeerUnavailableError, covers, need, nothing_else
+from tk_serving.bench.peers import PeerCall, PeerUnavailableError, need, nothing_else
 
 OWN_PROCESS = True
 
@@ -72,7 +72,6 @@ def engram_gate_fwd(
     inplace: bool = False,
 ) -> PeerCall:
     """The 2.1 form: keys and value in one buffer."""
-    covers(not inplace, "calls that are not in place")
     function = _find("engram_gate_fwd")
     kv = torch.cat([k, v.unsqueeze(1)], dim=1)
     given = {} if image_token_mask is None else {"image_token_mask": image_token_mask}

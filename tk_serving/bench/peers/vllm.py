@@ -336,7 +336,6 @@ def engram_gate_fwd(
     inplace: bool = False,
 ) -> PeerCall:
     """The Triton kernel behind ``Engram.forward``, after the kv projection."""
-    covers(not inplace, "calls that are not in place")
     engram, triton = need("vllm.models.deepseek_v41.common.engram"), need("triton")
     tokens, streams, dim = hidden_states.shape
     kv = torch.cat([k.reshape(tokens, -1), v], dim=1)

@@ -34,7 +34,9 @@ def build(hidden: int, streams: int, wide: bool):
             if at < share and word < row.words:
                 for s in T.unroll(streams):
                     for j in T.unroll(per_word):
-                        go_units[s * per_word + j] = grad_units[((token * streams + s) * row.words + word) * per_word + j]
+                        go_units[s * per_word + j] = grad_units[
+                            ((token * streams + s) * row.words + word) * per_word + j
+                        ]
                 for j in T.unroll(COLUMNS):
                     total[0] = 0.0
                     for s in T.unroll(streams):
@@ -142,6 +144,8 @@ def build(hidden: int, streams: int, wide: bool):
                 word = i * row.threads + thread
                 if word < row.words:
                     for j in T.unroll(planes):
-                        grad_w_units[((group * streams + stream) * row.words + word) * planes + j] = gw_own_units[i * planes + j]
+                        grad_w_units[((group * streams + stream) * row.words + word) * planes + j] = gw_own_units[
+                            i * planes + j
+                        ]
 
     return engram_gate_bwd

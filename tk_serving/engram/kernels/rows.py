@@ -83,8 +83,8 @@ def mover(row: Row, dtype: str, store: bool = False):
 def block_sum(values, count, partial, turn, threads, thread):
     """values[:count] summed over the block, in a fixed order.
 
-    ``partial``: shared float32 [2, count * threads / 32]. The caller alternates ``turn``, so that one barrier is enough:
-    a thread reaches a half again only after the barrier of the other one.
+    ``partial``: shared float32 [2, count * threads / 32]. The caller alternates ``turn``, so that one barrier is
+    enough: a thread reaches a half again only after the barrier of the other one.
     """
     for n in T.unroll(count):
         for step in T.unroll(5):

@@ -12,12 +12,11 @@ def build(hidden: int):
     words = hidden // VALUES
     threads, blocks = spread(hidden)
     tokens = T.dynamic("tokens", "int64")
-    token_stride, stream_stride = T.dynamic("token_stride", "int64"), T.dynamic("stream_stride", "int64")
 
     @T.prim_func
     def post(
         x: T.Tensor((tokens, hidden), "bfloat16"),
-        residual: T.StridedTensor((tokens, MULT, hidden), (token_stride, stream_stride, 1), "bfloat16"),
+        residual: T.Tensor((tokens, MULT, hidden), "bfloat16"),
         post_mix: T.Tensor((tokens, MULT), "float32"),
         comb_mix: T.Tensor((tokens, MULT * MULT), "float32"),
         out: T.Tensor((tokens, MULT, hidden), "bfloat16"),
@@ -26,8 +25,7 @@ def build(hidden: int):
             token = T.cast(block, "int64") // blocks
             column = block % blocks * threads + T.get_thread_binding()
             x_words = T.Tensor((tokens, words), "int32x4", data=x.data)
-            strides = (token_stride // VALUES, stream_stride // VALUES, 1)
-            residual_words = T.Buffer((tokens, MULT, words), "int32x4", data=residual.data, strides=strides)
+            residual_words = T.Tensor((tokens, MULT, words), "int32x4", data=residual.data)
             out_words = T.Tensor((tokens, MULT, words), "int32x4", data=out.data)
             loaded = T.alloc_local((1 + MULT,), "int32x4")
             ints = T.Tensor((4 + MULT * 4,), "int32", data=loaded.data, scope="local")
@@ -65,12 +63,11 @@ def backward(hidden: int):
     warps = threads // 32
     sums = MULT + MULT * MULT
     tokens = T.dynamic("tokens", "int64")
-    token_stride, stream_stride = T.dynamic("token_stride", "int64"), T.dynamic("stream_stride", "int64")
 
     @T.prim_func
     def post_backward(
         x: T.Tensor((tokens, hidden), "bfloat16"),
-        residual: T.StridedTensor((tokens, MULT, hidden), (token_stride, stream_stride, 1), "bfloat16"),
+        residual: T.Tensor((tokens, MULT, hidden), "bfloat16"),
         post_mix: T.Tensor((tokens, MULT), "float32"),
         comb_mix: T.Tensor((tokens, MULT * MULT), "float32"),
         grad: T.Tensor((tokens, MULT, hidden), "bfloat16"),
@@ -82,9 +79,8 @@ def backward(hidden: int):
         with T.Kernel(tokens, threads=threads) as block:
             token = T.cast(block, "int64")
             thread = T.get_thread_binding()
-            strides = (token_stride // VALUES, stream_stride // VALUES, 1)
             x_words = T.Tensor((tokens, words), "int32x4", data=x.data)
-            residual_words = T.Buffer((tokens, MULT, words), "int32x4", data=residual.data, strides=strides)
+            residual_words = T.Tensor((tokens, MULT, words), "int32x4", data=residual.data)
             grad_words = T.Tensor((tokens, MULT, words), "int32x4", data=grad.data)
             x_grad_words = T.Tensor((tokens, words), "int32x4", data=x_grad.data)
             residual_grad_words = T.Tensor((tokens, MULT, words), "int32x4", data=residual_grad.data)

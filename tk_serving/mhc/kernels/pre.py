@@ -59,7 +59,8 @@ def build(
     per_group = warps + 1 if mixing else warps  # blocks that serve the same `warps` tokens
     groups = -(-hidden // npc) if fmt else 1
     lanes = npc // VALUES if fmt else 1
-    if fmt:
+    normed, quantised = norm != "", fmt != ""
+    if quantised:
         mode = mode_of(layout, round_sf)
         rule, floor, write = scale_rule(fmt, mode), default_floor(fmt, mode), octet_writer(fmt, True)
     tokens, stride = T.dynamic("tokens", "int64"), T.dynamic("stride", "int64")
@@ -177,6 +178,7 @@ def build(
         repeat: T.int32,
     ):
         with T.Kernel(T.ceildiv(padded, warps) * per_group, threads=threads) as block:
+            T.annotate_min_blocks_per_sm(3 if each * streams <= 8 else 2)
             thread = T.get_thread_binding()
             lane = thread % 32
             place = T.alloc_local((2,), "int32")  # group of tokens, and which of its blocks this is
@@ -184,21 +186,21 @@ def build(
             place[1] = T.cast(block, "int32") % per_group
             z = T.alloc_local((1,), "float32")
             if mixing and place[1] == warps:
-                token = T.cast(place[0], "int64") * warps + thread // 32
-                if token < tokens:
+                mix_token = T.cast(place[0], "int64") * warps + thread // 32
+                if mix_token < tokens:
                     # Lanes 0 ... 15 hold the combination, 16 ... 19 pre, 20 ... 23 post.
                     column = T.if_then_else(lane < 16, lane + 8, T.if_then_else(lane < 24, lane - 16, 0))
-                    raw_mix(partial_mul, partial_sqr, scale, base, token, column, size, rms_eps, z)
+                    raw_mix(partial_mul, partial_sqr, scale, base, mix_token, column, size, rms_eps, z)
                     value = T.alloc_local((1,), "float32")
                     value[0] = activate(column, z[0], pre_eps, post_mult)
                     if with_pre:
                         if lane >= 16 and lane < 20:
-                            pre_mix[token, lane - 16] = value[0]
+                            pre_mix[mix_token, lane - 16] = value[0]
                     if lane >= 20 and lane < 24:
-                        post_mix[token, lane - 20] = value[0]
+                        post_mix[mix_token, lane - 20] = value[0]
                     sinkhorn(value, repeat, sinkhorn_eps)
                     if lane < 16:
-                        comb_mix[token, lane] = value[0]
+                        comb_mix[mix_token, lane] = value[0]
             else:
                 token = padded - 1 - (T.cast(place[0], "int64") * warps + place[1])
                 x_words = T.Tensor((tokens, streams, words), "int32x4", data=x.data)
@@ -239,15 +241,15 @@ def build(
                     else:
                         for w in T.unroll(each):
                             row[w] = loaded[w]
-                    if norm:
+                    if normed:
                         normalise(row_ints, halves, norm_weight, size / T.float32(MULT), norm_eps, shared, thread)
                     if store:
                         for w in T.unroll(each):
                             if w * threads + thread < words:
                                 out_words[token, w * threads + thread] = row[w]
-                    if fmt:
+                    if quantised:
                         quantise(row_ints, data, sf, shared_scale, token, stride, thread)
-                elif fmt and token >= 0:  # a row of padding in column-major scales
+                elif quantised and token >= 0:  # a row of padding in column-major scales
                     store_scales(sf, shared_scale, token, stride, thread, True)
 
     return pre

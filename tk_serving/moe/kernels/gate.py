@@ -8,20 +8,12 @@ its expert again, which is cheaper than carrying all scores in registers.
 import tilelang.language as T
 
 from tk_serving.moe.kernels.mask_indices_by_tp import keep_local
-from tk_serving.moe.kernels.ranking import TAKEN, best_of_warp, keep_best_groups, sortable
+from tk_serving.moe.kernels.ranking import LARGEST, TAKEN, best_of_warp, finite, keep_best_groups, sortable
 from tk_serving.moe.kernels.warp import fold_max, fold_sum
 
 WARPS = 4
-LARGEST = 3.4028234663852886e38
 TINY = 1e-20
 SPREAD = 23333  # of consecutive tokens over the copies of an expert
-
-
-def finite(logit):
-    """The logit limited to finite values; NaN becomes the lowest. On bits: min and max lose NaN."""
-    magnitude = T.reinterpret(logit, "int32") & T.int32(0x7FFFFFFF)
-    limited = T.max(T.min(logit, T.float32(LARGEST)), T.float32(-LARGEST))
-    return T.if_then_else(magnitude > T.int32(0x7F800000), T.float32(-LARGEST), limited)
 
 
 def score_of_logit(x, scoring, top, total):
@@ -132,7 +124,7 @@ def build(
                         key[0] = key[0] + bias[j * width + lane]
                 keys[j] = sortable(key[0])
         if grouped:
-            keep_best_groups(keys, lane, num_groups, width, num_kept)
+            keep_best_groups(keys, lane, num_groups, num_kept)
         for k in T.serial(num_topk):
             best_of_warp(keys, best, lane, rows, width)
             if lane == k:

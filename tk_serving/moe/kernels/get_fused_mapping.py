@@ -8,57 +8,14 @@ number of blocks or on their schedule.
 
 import tilelang.language as T
 
+from tk_serving.moe.kernels.group_count import BATCH, THREADS, read_id
 from tk_serving.moe.kernels.warp import ballot, popcount
 
-THREADS = 256
 WARPS = THREADS // 32
-BATCH = 8  # loads in flight
 
 
 def rounded_up(number, multiple):
     return T.truncdiv(number + multiple - 1, multiple) * multiple
-
-
-@T.macro
-def read_id(ids, at, end, experts, id, slot):
-    """id[slot] = expert of a pair; ``experts`` where there is none."""
-    wide = T.alloc_local((1,), "int64")
-    id[slot] = experts
-    if at < end:
-        wide[0] = ids[at]
-        if wide[0] >= T.int64(0) and wide[0] < T.int64(experts):
-            id[slot] = T.cast(wide[0], "int32")
-
-
-def count(num_experts: int):
-    """Pairs of every expert in each chunk."""
-    size, blocks = T.dynamic("size"), T.dynamic("blocks")
-
-    @T.prim_func
-    def count_experts(
-        ids: T.Tensor((size,), "int64"), counts: T.Tensor((blocks, num_experts), "int32"), chunk: T.int32
-    ):
-        with T.Kernel(blocks, threads=THREADS) as block:
-            thread = T.get_thread_binding()
-            total = T.alloc_shared((num_experts + 1,), "int32")
-            id = T.alloc_local((BATCH,), "int32")
-            for i in T.serial(T.ceildiv(num_experts + 1, THREADS)):
-                if i * THREADS + thread <= num_experts:
-                    total[i * THREADS + thread] = 0
-            T.sync_threads()
-            end = T.min(block * chunk + chunk, size)
-            for i in T.serial(T.truncdiv(chunk + BATCH * THREADS - 1, BATCH * THREADS)):
-                for j in T.unroll(BATCH):
-                    read_id(ids, block * chunk + (i * BATCH + j) * THREADS + thread, end, num_experts, id, j)
-                for j in T.unroll(BATCH):
-                    if id[j] < num_experts:
-                        T.atomic_add(total[id[j]], 1)
-            T.sync_threads()
-            for i in T.serial(T.ceildiv(num_experts, THREADS)):
-                if i * THREADS + thread < num_experts:
-                    counts[block, i * THREADS + thread] = total[i * THREADS + thread]
-
-    return count_experts
 
 
 def build(num_experts: int, num_topk: int, counted: bool):

@@ -10,6 +10,7 @@ from tk_serving.moe.kernels.warp import ballot, largest, smallest
 
 TAKEN = -(2**31)
 NEGATIVE_INFINITY = 0x807FFFFF - 2**32  # sortable(-inf)
+LARGEST = 3.4028234663852886e38
 
 
 def sortable(score):
@@ -21,6 +22,13 @@ def sortable(score):
     magnitude = bits & T.int32(0x7FFFFFFF)
     ordered = T.if_then_else(magnitude == 0, T.int32(0), bits ^ ((bits >> 31) & T.int32(0x7FFFFFFF)))
     return T.if_then_else(magnitude > T.int32(0x7F800000), T.int32(NEGATIVE_INFINITY), ordered)
+
+
+def finite(score):
+    """The score limited to finite values; NaN becomes the lowest. On bits: min and max lose NaN."""
+    magnitude = T.reinterpret(score, "int32") & T.int32(0x7FFFFFFF)
+    limited = T.max(T.min(score, T.float32(LARGEST)), T.float32(-LARGEST))
+    return T.if_then_else(magnitude > T.int32(0x7F800000), T.float32(-LARGEST), limited)
 
 
 def score_of(key):
@@ -51,21 +59,21 @@ def best_of_warp(keys, best, lane, rows, width):
 
 
 @T.macro
-def group_ranks(keys, groups, lane, count, width, summed):
-    """groups[j] = key of group j: its largest score, or the float32 sum of its two largest where ``summed`` is 2.
+def key_of_group(first, second, groups, at, lane, num_summed):
+    """groups[at] = key of a group: that of its largest score, or of the float32 sum of its two largest scores.
 
-    Group j is ``keys[j]`` of the first ``width`` lanes; the other lanes hold TAKEN.
+    ``first`` and ``second`` are the two largest keys that the lane holds of the group, or TAKEN.
     """
     top = T.alloc_local((1,), "int32")
     winner = T.alloc_local((1,), "int32")
-    second = T.alloc_local((1,), "int32")
-    for j in T.unroll(count):
-        top[0] = largest(keys[j])
-        groups[j] = top[0]
-        if summed == 2:
-            winner[0] = smallest(T.if_then_else(keys[j] == top[0], lane, T.int32(32)))
-            second[0] = largest(T.if_then_else(lane == winner[0], T.int32(TAKEN), keys[j]))
-            groups[j] = sortable(score_of(top[0]) + score_of(second[0]))
+    runner_up = T.alloc_local((1,), "int32")
+    top[0] = largest(first)
+    if num_summed == 1:
+        groups[at] = top[0]
+    else:
+        winner[0] = smallest(T.if_then_else(first == top[0], lane, T.int32(32)))
+        runner_up[0] = largest(T.if_then_else(lane == winner[0], second, first))
+        groups[at] = sortable(score_of(top[0]) + score_of(runner_up[0]))
 
 
 @T.macro
@@ -83,12 +91,16 @@ def place_of_group(groups, place, lane, count):
 
 
 @T.macro
-def keep_best_groups(keys, lane, count, width, num_kept):
-    """Mark every key as taken whose group is not among the best by the sum of the two largest scores."""
+def keep_best_groups(keys, lane, count, num_kept):
+    """Mark every key as taken whose group is not among the best by the sum of the two largest scores.
+
+    Group j is ``keys[j]`` of all lanes.
+    """
     groups = T.alloc_local((count,), "int32")
     place = T.alloc_local((1,), "int32")
     kept = T.alloc_local((1,), "uint32")
-    group_ranks(keys, groups, lane, count, width, 2)
+    for j in T.unroll(count):
+        key_of_group(keys[j], T.int32(TAKEN), groups, j, lane, 2)
     place_of_group(groups, place, lane, count)
     kept[0] = ballot(lane < count and place[0] < num_kept)
     for j in T.unroll(count):

@@ -71,9 +71,9 @@ def build(
             T.annotate_min_blocks_per_sm(resident_blocks(threads, MIN_THREADS))
             # Every view needs a name of its own: it becomes the name of the argument, by which the host finds sizes.
             x_shape, x_strides = in_vectors(rows, row_stride, dtype)
-            x_vectors = T.Tensor(x_shape, dtype, data=x.data, strides=x_strides)
+            x_vectors = T.Buffer(x_shape, dtype, data=x.data, strides=x_strides)
             shared_shape, shared_strides = in_vectors(tokens, shared_stride, extra_dtype)
-            shared_vectors = T.Tensor(shared_shape, extra_dtype, data=shared_out.data, strides=shared_strides)
+            shared_vectors = T.Buffer(shared_shape, extra_dtype, data=shared_out.data, strides=shared_strides)
             thread = T.get_thread_binding()
             token = T.cast(T.truncdiv(block, parts), "int64")
             unit = T.truncmod(block, parts) * threads + thread

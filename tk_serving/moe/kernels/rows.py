@@ -1,5 +1,6 @@
 """How rows are cut into parts, so that a single token already keeps several multiprocessors busy."""
 
+
 def threads_for(units: int) -> int:
     """Threads of a block, one for each unit of a part: full warps, about 128, such that the parts come out even."""
     parts = (units + 127) // 128

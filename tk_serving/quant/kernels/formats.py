@@ -10,6 +10,8 @@ from tk_serving.quant.formats import FORMATS
 OCTET = 8
 """Columns that a lane reads, converts and writes together: 16 bytes of bfloat16."""
 
+_NO_EXPONENTS = -sum(0x4B000000 << (4 * i) for i in range(OCTET)) & 0x7FFFFFFF  # cancels the upper bits of eight 2^23 + code
+
 
 def fmin(a, b):
     return T.call_extern("float32", "fminf", a, b)
@@ -48,7 +50,7 @@ def e2m1_word(values, multiplier, word):
     size = T.alloc_local((1,), "float32")
     code = T.alloc_local((1,), "float32")
     signs = T.alloc_local((1,), "int32")
-    word[0] = T.int32(-sum(0x4B000000 << (4 * i) for i in range(OCTET)) & 0x7FFFFFFF)
+    word[0] = T.int32(_NO_EXPONENTS)
     signs[0] = 0
     for i in T.unroll(OCTET):
         value[0] = fmax(fmin(values[i] * multiplier, T.float32(6.0)), T.float32(-6.0))

@@ -1,0 +1,172 @@
+"""One case of one operator against its reference, by any implementation on any device.
+
+Rings 2 and 3 share it: ``check(op, "simulator", params)`` on CPU tensors, ``check(op, "kernel", params, device="cuda")``
+on a GPU. Everything comes from the declaration of the operator, so a new operator needs no test of its own here.
+"""
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from tk_serving import dispatch
+from tk_serving.compare import BITWISE, Equality, Steps
+from tk_serving.operator import Operator, tensors_of
+from tk_serving.plan import Existing, Out
+from tk_serving.workloads import Maker
+
+
+class Uncovered(Exception):
+    """The contract allows the call, but no kernel covers it; the message is the plan's reason."""
+
+
+def check(op: Operator, implementation: str, params: dict, *, device: str = "cpu", misalign: bool = False, seed: int = 0) -> None:
+    """Run one parameter set by the named implementation and by the reference, and compare everything they leave behind.
+
+    Compared are the results, the mutated arguments, the padding that belongs to the results, and every other byte of
+    the arguments' storage, which neither side may change. Outputs start as NaN or rare integers, so that an element
+    which nobody writes is seen.
+
+    Raises:
+        AssertionError: a difference, in one line.
+        Uncovered: no kernel covers the call.
+    """
+    original = op.bind(*op.inputs(Maker(device, seed, misalign), **params))
+    plan = op.plan(*original)
+    if plan.refusal is not None:
+        raise Uncovered(plan.refusal)
+    sides = {}
+    for name in (implementation, "reference"):
+        args = clone(original)
+        own = op.plan(*args)
+        for tensor in _existing(op, own, args):
+            if tensor is not None:
+                poison(tensor)
+        with poisoned_outputs():
+            results = dispatch.run(op, own, args, torch.device(device), name)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        sides[name] = (args, results)
+    label = f"{op.qualified_name} {params}"
+    (args, results), (expected_args, expected) = sides[implementation], sides["reference"]
+    for what, got, want, rule in _pairs(op, plan, args, results, expected_args, expected):
+        if isinstance(rule, Steps) and device == "cuda":
+            rule = BITWISE  # both sides use the same exp there
+        difference = _difference(rule, got, want)
+        assert difference is None, f"{label}: {what}: {difference}"
+    for name, (side_args, _) in sides.items():
+        changed = _changed_elsewhere(op, plan, side_args, original)
+        assert changed is None, f"{label}: the {name} changed {changed}, which it must not"
+
+
+def _pairs(op, plan, args, results, expected_args, expected):
+    """(what, actual, expected, rule) for everything that a call defines."""
+    compared = [(f"result {i}", got, want) for i, (got, want) in enumerate(zip(results, expected, strict=True))]
+    for name in op.mutates:
+        index = [p.name for p in op.parameters].index(name)
+        pairs = zip(tensors_of(args[index]), tensors_of(expected_args[index]), strict=True)
+        compared += [(f"argument {name}", got, want) for got, want in pairs]
+    rules = op.equality * len(compared) if len(op.equality) == 1 else op.equality
+    if len(rules) < len(compared):  # a mutated argument that is absent in this case, or without a rule of its own
+        rules = (*rules, *[BITWISE] * (len(compared) - len(rules)))
+    for i, ((what, got, want), rule) in enumerate(zip(compared, rules, strict=False)):
+        yield what, got, want, rule
+        slot = plan.outputs[i] if i < len(plan.outputs) else None
+        if isinstance(slot, Out) and slot.storage is not None:
+            flat = ((slot.storage,), (1,))
+            yield f"storage of {what}, padding included", got.as_strided(*flat), want.as_strided(*flat), rule
+
+
+def _difference(rule: Equality, got: Tensor | None, want: Tensor | None) -> str | None:
+    if got is None or want is None:
+        return None if got is want else f"{'absent' if got is None else 'present'} instead of {'absent' if want is None else 'present'}"
+    return rule.difference(got, want)
+
+
+def _existing(op: Operator, plan, args: tuple) -> list[Tensor | None]:
+    """For each result the caller-owned tensor that holds it, if it is one."""
+    names = [p.name for p in op.parameters]
+    found = []
+    for slot in plan.outputs:
+        value = args[names.index(slot.argument)] if isinstance(slot, Existing) else None
+        found.append(value[slot.index] if value is not None and slot.index is not None else value)
+    return found
+
+
+def _changed_elsewhere(op: Operator, plan, args: tuple, original: tuple) -> str | None:
+    """The first argument whose storage changed outside the tensors that the call may write."""
+    names = [p.name for p in op.parameters]
+    writable = [t for t in _existing(op, plan, args) if t is not None]
+    for name in op.mutates:
+        writable += tensors_of(args[names.index(name)])
+    masks: dict[int, Tensor] = {}
+    for tensor in writable:
+        whole = _bytes(tensor)
+        mask = masks.setdefault(whole.data_ptr(), torch.zeros_like(whole, dtype=torch.bool))
+        size = tensor.element_size()
+        elements = mask.as_strided(
+            (*tensor.shape, size), (*(s * size for s in tensor.stride()), 1), tensor.storage_offset() * size
+        )
+        elements.fill_(True)
+    for name, value, before in zip(names, args, original, strict=True):
+        for tensor, old in zip(tensors_of(value), tensors_of(before), strict=True):
+            whole = _bytes(tensor)
+            same = whole == _bytes(old)
+            if whole.data_ptr() in masks:
+                same |= masks[whole.data_ptr()]
+            if not bool(same.all()):
+                return f"argument {name}"
+    return None
+
+
+def clone(args: tuple) -> tuple:
+    """The arguments with every storage copied whole: views keep their strides, offsets and common storage."""
+    copies: dict[int, Tensor] = {}
+
+    def copy(value):
+        if isinstance(value, Tensor):
+            whole = _bytes(value)
+            if whole.data_ptr() not in copies:
+                copies[whole.data_ptr()] = whole.clone()
+            storage = copies[whole.data_ptr()].untyped_storage()
+            return torch.empty(0, dtype=value.dtype, device=value.device).set_(
+                storage, value.storage_offset(), value.shape, value.stride()
+            )
+        if isinstance(value, (tuple, list)):
+            return type(value)(copy(item) for item in value)
+        return value
+
+    return copy(args)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The whole storage of a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def poison(tensor: Tensor) -> Tensor:
+    """Fill a tensor, strided or not, with NaN; with 0xa5 bytes where the type has none."""
+    if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+        return tensor.fill_(float("nan"))
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    byte = 0xFF if tensor.is_floating_point() else 0xA5
+    value = int.from_bytes([byte] * tensor.dtype.itemsize, "little", signed=integer is not torch.uint8)
+    tensor.view(integer).fill_(value)
+    return tensor
+
+
+@contextlib.contextmanager
+def poisoned_outputs():
+    """Plans allocate outputs and scratch tensors that start as poison, padding included."""
+    empty = Out.empty
+
+    def filled(self, device):
+        out = empty(self, device)
+        poison(out if self.storage is None else out.as_strided((self.storage,), (1,)))
+        return out
+
+    Out.empty = filled
+    try:
+        yield
+    finally:
+        Out.empty = empty
