@@ -35,12 +35,13 @@ def check(op: Operator, implementation: str, params: dict, *, device: str = "cpu
     plan = op.plan(*original)
     if plan.refusal is not None:
         raise Uncovered(plan.refusal)
+    fresh = _output_only(op, plan, original, torch.device(device))
     sides = {}
     for name in (implementation, "reference"):
         args = clone(original)
         own = op.plan(*args)
-        for tensor in _existing(op, own, args):
-            if tensor is not None:
+        for tensor, output_only in zip(_existing(op, own, args), fresh, strict=True):
+            if output_only:
                 poison(tensor)
         with poisoned_outputs():
             results = dispatch.run(op, own, args, torch.device(device), name)
@@ -91,6 +92,19 @@ def _existing(op: Operator, plan, args: tuple) -> list[Tensor | None]:
         value = args[names.index(slot.argument)] if isinstance(slot, Existing) else None
         found.append(value[slot.index] if value is not None and slot.index is not None else value)
     return found
+
+
+def _output_only(op: Operator, plan, original: tuple, device: torch.device) -> list[bool]:
+    """For each result whether the caller owns it and its content before the call does not matter to the reference."""
+    owned = [tensor is not None for tensor in _existing(op, plan, original)]
+    if not any(owned):
+        return owned
+    without, with_poison = clone(original), clone(original)
+    for tensor in _existing(op, plan, with_poison):
+        if tensor is not None:
+            poison(tensor)
+    results = [dispatch.run(op, op.plan(*args), args, device, "reference") for args in (without, with_poison)]
+    return [mine and BITWISE.difference(*pair) is None for mine, pair in zip(owned, zip(*results, strict=True), strict=True)]
 
 
 def _changed_elsewhere(op: Operator, plan, args: tuple, original: tuple) -> str | None:

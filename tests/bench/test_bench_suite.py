@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tk_serving.bench import peers
-from tk_serving.bench.agreement import CLOSE, DIFFERENT, EQUAL, compare
+from tk_serving.bench.agreement import CLOSE, DIFFERENT, EQUAL, compare, written
 from tk_serving.bench.implementations import Bench, DeviceLostError
 from tk_serving.bench.peers import PeerCall, PeerUnavailableError
 from tk_serving.bench.selection import Task, select
@@ -189,6 +189,13 @@ class TestAgreement:
         assert self.rules([], [expected], peer=True) == DIFFERENT
 
 
+def test_absent_written_arguments_keep_the_places_of_the_rules():
+    op = find("moe_topk_gate")
+    args = op.bind(*op.inputs(Maker("cpu"), tokens=2, experts=8, topk=2, with_scores=True))
+    found = written(op, args, op.call("reference", *args[:18], **dict(list(zip(op.signature.parameters, args))[18:])))
+    assert [None if part is None else tuple(part.shape) for part in found] == [(2, 2), (2, 2), None, None, None, (2, 8)]
+
+
 class TestOtherProcess:
     def test_times_and_agreement_come_back(self, task):
         remote = Remote(device="cpu")
@@ -241,6 +248,14 @@ def test_every_operator_can_be_measured(op):
     for workload in op.workloads[:1]:
         made = op.inputs(Maker("meta"), tokens=workload.tokens[0], **workload.params)
         assert op.compulsory_bytes(*op.bind(*made)) > 0
+
+
+@pytest.mark.parametrize("op", [op for op in operators() if "torch_ops" in op.peers], ids=lambda op: op.name)
+def test_operators_of_torch_agree(op):
+    for workload in op.workloads[:1]:
+        peer = suite_of(HostTimer(), "torch_ops").measure(Task(op, workload, 8), GRAPH).peers[0]
+        assert (peer.absent, peer.difference) == ("", "")
+        assert peer.agreement == EQUAL
 
 
 def test_every_declared_peer_exists():

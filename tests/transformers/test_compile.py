@@ -28,13 +28,13 @@ def test_inference(name, make, tokens):
 
 
 def test_training(make, step):
-    model = make("v3")
+    model = make("v3", torch.bfloat16)
     with apply(model, strict=True):
         eager = step(model)
         compiled = step(torch.compile(model, backend="aot_eager"))
-    assert off(compiled.logits, eager.logits) < 1e-5
+    assert off(compiled.logits, eager.logits) < 1e-2
     for parameter, grad in eager.grads.items():
-        assert off(compiled.grads[f"_orig_mod.{parameter}"], grad) < 1e-4, parameter
+        assert off(compiled.grads[f"_orig_mod.{parameter}"], grad) < 2e-2, parameter
 
 
 def test_layer_is_one_graph(make):

@@ -123,6 +123,7 @@ class TestCalls:
         x, weights = torch.randn(6, 64, requires_grad=True), torch.rand(6, 4, requires_grad=True)
         ids = torch.stack([torch.randperm(16)[:4] for _ in range(6)])
         ids[1, 2], ids[3] = 16, 16
+        experts._is_expert_parallel = True
         results = []
         for patch in (False, True):
             handle = apply(experts, ops=["experts"]) if patch else None

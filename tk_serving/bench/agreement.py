@@ -38,9 +38,15 @@ class Roughly(Equality):
 
 
 def written(op: Operator, args: tuple, result: Any) -> list[Any]:
-    """Everything a call delivers: the parts of its result, then the arguments it writes to."""
-    arguments = dict(zip(op.signature.parameters, args, strict=True))
-    return [*parts(op, result), *tensors_of([arguments[name] for name in op.mutates])]
+    """Everything a call delivers: the parts of its result, then the arguments it writes to; None where absent."""
+    values = dict(zip(op.signature.parameters, args, strict=True))
+    pairs = {parameter.name for parameter in op.parameters if parameter.pair}
+    delivered = parts(op, result)
+    for name in op.mutates:
+        tensors = list(tensors_of(values[name]))
+        width = 2 if name in pairs else max(1, len(tensors))
+        delivered += tensors + [None] * (width - len(tensors))
+    return delivered
 
 
 def compare(op: Operator, actual: Sequence[Any], expected: Sequence[Any], *, peer: bool) -> Agreement:

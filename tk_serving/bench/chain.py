@@ -1,18 +1,24 @@
 """The operators of one decoder layer between its matrix products, as one CUDA graph: ours against an engine's kernels.
 
-A step is one operator, or several that an engine runs as one (``joint``). Every step has inputs of its own, made like
-those of the operator's workloads: between the steps of a real layer there are matrix products, which the chain leaves
-out. A step that one side cannot run is left out on both, and named.
+A step is what happens at one place of the layer: one or more of our operators, and either the engine's kernels for the
+same operators or, where it cuts differently, its own sequence (``joint``). Every part has inputs of its own: between
+the parts of a real layer there are matrix products, which the chain leaves out. The expert steps share one random
+routing, and their buffers have the capacity that the engine would allocate. A step that one side cannot run is left
+out on both, and named.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from tk_serving.bench import peers
 from tk_serving.bench.agreement import DIFFERENT, Agreement
@@ -22,17 +28,57 @@ from tk_serving.bench.record import ChainRow
 from tk_serving.bench.selection import Task
 from tk_serving.bench.timing import GRAPH, SampleError, Sampler, measure
 from tk_serving.operator import find
-from tk_serving.workloads import Workload
+from tk_serving.workloads import MODELS, Maker, Model, Workload
 
 TOKENS = (1, 8, 64, 512, 4096, 8192)
+ALIGNMENT = 128
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer at one token count."""
+
+    model: Model
+    tokens: int
+
+    @property
+    def rows(self) -> int:
+        """Capacity of the expert-major buffers: what the routed pairs can need with every region aligned."""
+        pairs = self.tokens * self.model.num_experts_per_tok
+        most = pairs + min(pairs, self.model.n_routed_experts) * (ALIGNMENT - 1)
+        return -(-most // ALIGNMENT) * ALIGNMENT
+
+    def ids(self, device: torch.device) -> Tensor:
+        """int64 [T, K]: the same random choices for every part."""
+        return Maker(device).topk_ids(self.tokens, self.model.n_routed_experts, self.model.num_experts_per_tok)
+
+    def mapping(self, device: torch.device) -> dict[str, Tensor]:
+        """The results of ``get_fused_mapping`` for these choices, by name."""
+        arguments = (self.ids(device), self.model.n_routed_experts, self.rows, ALIGNMENT)
+        found = find("get_fused_mapping").call("reference", *arguments)
+        return dict(
+            zip(("pos_to_expert", "pos_to_token", "pos_to_token_topk", "token_topk_to_pos"), found, strict=False)
+        )
+
+
+Arguments = Callable[[Layer, Maker], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Part:
-    """An operator with the parameters of its workload for the model, some of them changed."""
+    """An operator with the inputs of its workload for the model.
+
+    Attributes:
+        operator: its name.
+        change: parameters of the workload that differ.
+        rows: the layer's number of rows at this place; its tokens by default.
+        arguments: public arguments that differ.
+    """
 
     operator: str
     change: Mapping[str, Any] = field(default_factory=dict)
+    rows: Callable[[Layer], int] = lambda layer: layer.tokens
+    arguments: Arguments = lambda layer, make: {}
 
 
 @dataclass(frozen=True)
@@ -44,43 +90,77 @@ class Step:
     joint: Mapping[str, str] = field(default_factory=dict)
 
 
-def _one(place: str, operator: str, **change: Any) -> Step:
-    return Step(place, (Part(operator, change),))
+def _mapping_arguments(layer: Layer, make: Maker) -> dict[str, Any]:
+    return {"topk_idx": layer.ids(make.device), "num_expanded_tokens": layer.rows, "force_no_sync": True}
+
+
+def _expand_arguments(layer: Layer, make: Maker) -> dict[str, Any]:
+    found = layer.mapping(make.device)
+    return {name: found[name] for name in ("token_topk_to_pos", "pos_to_expert")}
+
+
+def _swiglu_arguments(layer: Layer, make: Maker) -> dict[str, Any]:
+    found = layer.mapping(make.device)
+    weights = make.rand(layer.tokens, layer.model.num_experts_per_tok)
+    return {"topk_weights": weights} | {name: found[name] for name in ("pos_to_token_topk", "pos_to_expert")}
+
+
+def _reduce_arguments(layer: Layer, make: Maker) -> dict[str, Any]:
+    x = make.randn(layer.rows, layer.model.hidden_size, dtype=torch.bfloat16)
+    # The routing weights are part of the SwiGLU.
+    return {"x": x, "topk_weights": None, "token_topk_to_pos": layer.mapping(make.device)["token_topk_to_pos"]}
+
+
+def _shared_arguments(layer: Layer, make: Maker) -> dict[str, Any]:
+    return dict.fromkeys(("pos_to_token_topk", "topk_weights", "pos_to_expert"))
+
+
+def _norm(residual: bool, out_bf16: bool) -> Part:
+    def arguments(layer: Layer, make: Maker) -> dict[str, Any]:
+        kept = make.randn(layer.tokens, layer.model.hidden_size, dtype=torch.bfloat16) if residual else None
+        return {"residual": kept, "with_out_bf16": out_bf16}
+
+    return Part("norm_forward_and_per_token_cast", arguments=arguments)
+
+
+def _boundary(sublayer: str, out_bf16: bool) -> Step:
+    """End of one sublayer and start of the next in a model with hyper-connections."""
+    parts = (Part("mhc_post"), Part("mhc_pre_big_fuse"), _norm(False, out_bf16))
+    return Step(f"hyper-connections, norm and cast before {sublayer}", parts, {"vllm": "mhc_boundary"})
 
 
 _EXPERTS = (
     Step(
-        "expert mapping and expand",
-        (Part("get_fused_mapping"), Part("expand_to_fused_with_sf")),
-        {"vllm": "moe_permute"},
+        "experts: mapping, expand, SwiGLU and cast, reduce",
+        (
+            Part("get_fused_mapping", arguments=_mapping_arguments),
+            Part("expand_to_fused_with_sf", arguments=_expand_arguments),
+            Part("swiglu_forward_and_per_token_cast", rows=lambda layer: layer.rows, arguments=_swiglu_arguments),
+            Part("reduce_fused", arguments=_reduce_arguments),
+        ),
+        {"vllm": "experts"},
     ),
-    _one("expert SwiGLU and cast", "swiglu_forward_and_per_token_cast"),
-    _one("expert reduce", "reduce_fused"),
+    Step(
+        "shared expert: SwiGLU and cast",
+        (Part("swiglu_forward_and_per_token_cast", arguments=_shared_arguments),),
+        {"vllm": "shared_expert"},
+    ),
 )
-
-
-def _boundary(sublayer: str) -> Step:
-    """End of one sublayer and start of the next in a model with hyper-connections."""
-    parts = (Part("mhc_post"), Part("mhc_pre_big_fuse"), Part("norm_forward"), Part("per_token_cast"))
-    return Step(f"hyper-connections, norm and cast before {sublayer}", parts, {"vllm": "mhc_boundary"})
-
 
 CHAINS: dict[str, tuple[Step, ...]] = {
     "v3": (
-        _one("norm before attention", "norm_forward"),
-        _one("cast before attention", "per_token_cast"),
-        _one("rotary embedding", "apply_rotary"),
-        _one("cast before the output projection", "per_token_cast", hidden=128 * 128),
-        _one("norm before the experts", "norm_forward"),
-        _one("router", "top2_sum_gate"),
-        _one("cast before the experts", "per_token_cast"),
+        Step("norm and cast before attention", (_norm(True, False),)),
+        Step("rotary embedding", (Part("apply_rotary"),)),
+        Step("cast before the output projection", (Part("per_token_cast", {"hidden": 128 * 128}),)),
+        Step("norm and cast before the experts", (_norm(True, True),)),
+        Step("router", (Part("top2_sum_gate"),)),
         *_EXPERTS,
     ),
     "v4-flash": (
-        _boundary("attention"),
-        _one("rotary embedding", "apply_rotary"),
-        _boundary("the experts"),
-        _one("router", "moe_topk_gate"),
+        _boundary("attention", False),
+        Step("rotary embedding", (Part("apply_rotary"),)),
+        _boundary("the experts", True),
+        Step("router", (Part("moe_topk_gate"),)),
         *_EXPERTS,
     ),
 }
@@ -161,7 +241,15 @@ def _task(part: Part, model: str, tokens: int) -> Task:
     unknown = part.change.keys() - known[0].params.keys()
     if unknown:
         raise PeerUnavailableError(f"the workloads of {op.name} have no {', '.join(sorted(unknown))}")
-    return Task(op, Workload(f"{model} layer", {**known[0].params, **part.change}, (tokens,), model), tokens)
+    layer = Layer(next(known_model for known_model in MODELS if known_model.key == model), tokens)
+    rows = part.rows(layer)
+    workload = Workload(f"{model} layer", {**known[0].params, **part.change}, (rows,), model)
+
+    def inputs(make: Maker, **parameters: Any) -> tuple:
+        arguments = dict(zip(op.signature.parameters, op.bind(*op.inputs(make, **parameters)), strict=True))
+        return tuple({**arguments, **part.arguments(layer, make)}.values())
+
+    return Task(dataclasses.replace(op, inputs=inputs), workload, rows)
 
 
 def _declared(subject: Subject, engine: str) -> str:

@@ -51,7 +51,8 @@ class Subject:
         """
         op = self.task.op
         if name == OURS:
-            refusal = op.refusal(*self._by_kind(self.inputs[0])[0], **self._by_kind(self.inputs[0])[1])
+            positional, keywords = self._by_kind(self.inputs[0])
+            refusal = op.refusal(*positional, **keywords)
             if refusal and self.device != "cpu":
                 raise PeerUnavailableError(f"no kernel for this call: {refusal}")
             return functools.partial(self._direct, op.public)

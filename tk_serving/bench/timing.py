@@ -13,6 +13,7 @@ import contextlib
 import gc
 import math
 import time
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -174,7 +175,7 @@ class CudaTimer:
         if count == 1:
             return alone
         alone.release()
-        return self._capture([first, *(calls(i) for i in range(1, count))])
+        return self._capture([first, *self._more(calls, count)])
 
     def copy_gbps(self, rounds: int) -> Statistics:
         """Bandwidth of a large device-to-device copy, bytes read plus bytes written, in GB/s."""
@@ -202,7 +203,9 @@ class CudaTimer:
     def _captures(self, call: Call) -> bool:
         """Whether the call leaves the host out of it, found without starting a capture that would have to fail."""
         mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # it calls itself a prototype
+            torch.cuda.set_sync_debug_mode("error")
         try:
             with torch.cuda.stream(self.stream):
                 call()
@@ -233,9 +236,18 @@ class CudaTimer:
         alone = _StreamSampler(self, [first])
         alone.sample()
         count = calls_per_sample(min(alone.sample() for _ in range(3)), mode)
-        sampler = _StreamSampler(self, [first, *(calls(i) for i in range(1, count))])
+        sampler = _StreamSampler(self, [first, *self._more(calls, count)])
         torch.cuda.synchronize(self.device)
         return sampler
+
+    def _more(self, calls: Callable[[int], Call], count: int) -> Iterator[Call]:
+        """The second to the last call, fewer if their inputs would fill the device."""
+        for index in range(1, count):
+            if index % 16 == 0:
+                free, total = torch.cuda.mem_get_info(self.device)
+                if free < total // 3:
+                    return
+            yield calls(index)
 
     def time(self, work: Callable[[], Any]) -> float:
         """Microseconds that ``work`` keeps the stream busy, starting from a cold L2."""

@@ -10,6 +10,7 @@ with the reference itself: no tensor crosses the process boundary.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import select
@@ -43,8 +44,6 @@ class Remote:
         answer = self._ask(
             "prepare", peer=peer, operator=task.op.qualified_name, workload=index, tokens=task.tokens, mode=mode
         )
-        if "absent" in answer:
-            raise PeerUnavailableError(answer["absent"])
         return Ready(
             _RemoteSampler(self, answer["identity"], answer["method"]), Agreement(*answer["agreement"]), answer["note"]
         )
@@ -76,7 +75,10 @@ class Remote:
             self.close()
             self._lost = f"its process ended: {self._last_words()}"
             raise PeerUnavailableError(self._lost)
-        return json.loads(line)
+        answer = json.loads(line)
+        if "absent" in answer:
+            raise PeerUnavailableError(answer["absent"])
+        return answer
 
     def _start(self) -> None:
         root = str(Path(__file__).parents[2])
@@ -90,7 +92,8 @@ class Remote:
             text=True,
         )
         atexit.register(self.close)
-        self.versions = self._ask("versions").get("versions", {})
+        with contextlib.suppress(PeerUnavailableError):  # if that fails, preparing says why
+            self.versions = self._ask("versions")["versions"]
 
     def _last_words(self) -> str:
         self._log.seek(0)

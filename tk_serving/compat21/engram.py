@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from tk_serving import engram
 from tk_serving.engram._shapes import split_packed
+from tk_serving.engram.engram_gate_bwd_packed import engram_gate_bwd_packed
+from tk_serving.engram.engram_gate_fwd import engram_gate_fwd as unpacked_gate_fwd
 from tk_serving.expect import Expect
 
 
@@ -26,7 +27,7 @@ def engram_gate_fwd(
     expect = Expect("engram_gate_fwd")
     expect.kind(isinstance(kv, Tensor), "kv", "a torch.Tensor", type(kv).__name__)
     expect.that(kv.dim() == 3 and kv.shape[1] > 1, "kv", "shape [T, h + 1, D]", list(kv.shape))
-    return engram.engram_gate_fwd(
+    return unpacked_gate_fwd(
         hidden_states,
         *split_packed(kv),
         weight_fused,
@@ -52,6 +53,6 @@ def engram_gate_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``engram.engram_gate_bwd_packed``: (grad_x, grad_kv, grad_w_partial)."""
     saved = (dot, gate_score, rstd_x, rstd_k)
-    return engram.engram_gate_bwd_packed(
+    return engram_gate_bwd_packed(
         grad_out, hidden_states, kv, weight_fused, *saved, clamp_value, image_token_mask=image_token_mask
     )

@@ -112,16 +112,24 @@ def _weights(c: dict[str, Any], generator: torch.Generator) -> Iterator[tuple[st
 
 
 def _router(experts: int, groups: int, kept: int, topk: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Logits [topics, experts] and bias [experts] of a router without near ties."""
+    """Logits [topics, experts] and bias [experts] of a router without near ties that uses every expert."""
     bias = 0.02 * torch.randn(experts, generator=generator)
-    rows: list[Tensor] = []
-    while len(rows) < _TOPICS:
-        logits = torch.linspace(-2, 2, experts)[torch.randperm(experts, generator=generator)]
-        # The normalisation before the router scales the logits by a factor that depends on the token.
-        scales = torch.linspace(0.5, 2.5, 21)
-        if all(_margin((scale * logits).sigmoid() + bias, groups, kept, topk) > _MARGIN for scale in scales):
-            rows.append(logits)
-    return torch.stack(rows), bias
+    scales = torch.linspace(0.5, 2.5, 21)  # the normalisation before the router scales the logits, token by token
+    while True:
+        rows: list[Tensor] = []
+        while len(rows) < _TOPICS:
+            logits = torch.linspace(-2, 2, experts)[torch.randperm(experts, generator=generator)]
+            if all(_margin((scale * logits).sigmoid() + bias, groups, kept, topk) > _MARGIN for scale in scales):
+                rows.append(logits)
+        if len({e for row in rows for e in _chosen(row.sigmoid() + bias, groups, kept, topk)}) == experts:
+            return torch.stack(rows), bias
+
+
+def _chosen(keys: Tensor, groups: int, kept: int, topk: int) -> list[int]:
+    """The experts that a group-limited top-k chooses."""
+    best = keys.view(groups, -1).topk(2).values.sum(-1).topk(kept).indices
+    allowed = torch.full_like(keys, -torch.inf).view(groups, -1).index_copy(0, best, keys.view(groups, -1)[best])
+    return allowed.flatten().topk(topk).indices.tolist()
 
 
 def _margin(keys: Tensor, groups: int, kept: int, topk: int) -> float:

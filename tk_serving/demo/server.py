@@ -18,6 +18,7 @@ from typing import Any
 
 START_TIMEOUT_S = 600.0
 REQUEST_TIMEOUT_S = 600.0
+_PATIENCE_S = (20.0, 5.0, 10.0)  # after the interrupt, the request to end, and the kill
 
 
 class ServerError(RuntimeError):
@@ -83,7 +84,7 @@ class Server:
         if process is None:
             return
         self.last_lines = self._log_lines(30)  # shutting down prints much that says nothing
-        for sig, patience in ((signal.SIGINT, 20.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 10.0)):
+        for sig, patience in zip((signal.SIGINT, signal.SIGTERM, signal.SIGKILL), _PATIENCE_S, strict=True):
             with contextlib.suppress(ProcessLookupError):
                 if sig == signal.SIGINT:
                     process.send_signal(sig)

@@ -65,7 +65,7 @@ def arguments(
     """Run-time arguments of the kernel; the gradients of k and v may be views of one buffer."""
     *gradients, no_mask = buffers
     masked = image_token_mask is not None
-    mask = image_token_mask.view(torch.uint8) if masked else no_mask
+    mask = no_mask if image_token_mask is None else image_token_mask.view(torch.uint8)
     saved = (dot, gate_score, rstd_x, rstd_k)
     return grad_out, hidden_states, k, v, weight_fused, *saved, mask, *gradients, clamp_value, int(masked)
 
@@ -79,6 +79,8 @@ def _inputs(
     weight = make.randn(streams, hidden, scale=0.5)
     mask = make.randint(0, 2, tokens, dtype=torch.bool) if images else None
     _, *saved = engram_gate_fwd.operator.reference(x, k, v, weight, 1e-6, clamp, image_token_mask=mask)
+    if mask is not None:
+        kv.masked_fill_(mask[:, None, None], torch.inf)  # must not reach any sum
     grad_out = make.randn(tokens, streams, hidden, dtype=torch.bfloat16)
     return grad_out, x, k, v, weight, *saved, clamp, mask
 
@@ -96,6 +98,7 @@ def _inputs(
         {"tokens": 140, "hidden": 256, "streams": 2, "clamp": 0.02},
     ],
     workloads=[Workload(f"{d}-fine-tuning", {"hidden": d}, (4096, 8192)) for d in (4096, 5120, 7168)],
+    peers=["tile_kernels"],
 )
 def engram_gate_bwd(
     grad_out: Tensor,

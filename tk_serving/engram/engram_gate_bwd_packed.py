@@ -1,6 +1,7 @@
 """Gradients of the Engram gate where keys and value share one buffer."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,14 +46,14 @@ def _plan(
 
 
 def _arguments(
-    buffers: Sequence[Tensor], grad_out: Tensor, hidden_states: Tensor, kv: Tensor, weight_fused: Tensor, *rest: object
+    buffers: Sequence[Tensor], grad_out: Tensor, hidden_states: Tensor, kv: Tensor, weight_fused: Tensor, *rest: Any
 ) -> tuple:
     grad_x, grad_kv, grad_w, no_mask = buffers
     unpacked = (grad_x, *split_packed(grad_kv), grad_w, no_mask)
     return arguments(unpacked, grad_out, hidden_states, *split_packed(kv), weight_fused, *rest)
 
 
-def _inputs(make: Maker, **params: object) -> tuple:
+def _inputs(make: Maker, **params: Any) -> tuple:
     grad_out, x, k, v, *rest = engram_gate_bwd.operator.inputs(make, **params)
     return grad_out, x, torch.cat((k, v[:, None]), dim=1), *rest
 

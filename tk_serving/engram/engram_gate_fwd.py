@@ -67,7 +67,7 @@ def _arguments(
     output, *saved, no_mask, nothing = buffers
     tokens, streams, hidden = hidden_states.shape
     masked = image_token_mask is not None
-    mask = image_token_mask.view(torch.uint8) if masked else no_mask
+    mask = no_mask if image_token_mask is None else image_token_mask.view(torch.uint8)
     saved = saved if save_for_backward else [nothing] * 4
     groups = min(tokens, max(1, config.get_num_sms() * _blocks_per_sm(hidden) // streams))
     flags = (eps, clamp_value, int(masked), int(save_for_backward), groups)
@@ -79,6 +79,13 @@ def _finish(results: Any, *args: Any) -> tuple[Tensor, Tensor | None, Tensor | N
     hidden_states, save_for_backward, inplace = args[0], args[6], args[8]
     output, *saved = results
     return hidden_states if inplace else output, *(saved if save_for_backward else [None] * 4)
+
+
+def _traffic(hidden_states: Tensor, k: Tensor, v: Tensor, weight_fused: Tensor, *rest: Any) -> int:
+    save_for_backward, image_token_mask = rest[2], rest[3]
+    tokens, streams, _ = hidden_states.shape
+    moved = 2 * (2 * hidden_states.numel() + k.numel() + v.numel()) + 4 * weight_fused.numel()
+    return moved + (16 * tokens * streams if save_for_backward else 0) + (0 if image_token_mask is None else tokens)
 
 
 def _inputs(
@@ -99,6 +106,8 @@ def _inputs(
         k, v = make.value(k.contiguous()), make.value(v.contiguous())
     weight = make.randn(streams, hidden, scale=0.5)
     mask = make.randint(0, 2, tokens, dtype=torch.bool) if images else None
+    if mask is not None:
+        kv.masked_fill_(mask[:, None, None], torch.inf)  # must not show in any output
     return x, k, v, weight, 1e-6, 1e-6, save, mask, inplace
 
 
@@ -109,6 +118,7 @@ def _inputs(
     inputs=_inputs,
     equality=(*[Diff(2e-10)] * 5, BITWISE),
     mutates=("hidden_states",),
+    traffic=_traffic,
     finish=_finish,
     cases=[
         {"tokens": 0, "hidden": 256},
@@ -169,10 +179,12 @@ def engram_gate_fwd(
     z = dot * rstd_x * rstd_k * width**-0.5
     gate = torch.sigmoid(torch.copysign(z.abs().clamp_min(clamp_value).sqrt(), z))
     output = (x + gate[..., None] * v.float()[:, None]).to(torch.bfloat16)
-    saved = [dot, gate, rstd_x, rstd_k]
     if image_token_mask is not None:
         output = torch.where(image_token_mask[:, None, None], hidden_states, output)
-        saved = [torch.where(image_token_mask[:, None], 0, value) for value in saved]
+        image = image_token_mask[:, None]
+        dot, gate, rstd_x, rstd_k = (torch.where(image, 0, value) for value in (dot, gate, rstd_x, rstd_k))
     if inplace:
         hidden_states.copy_(output)
-    return (output, *saved) if save_for_backward else (output, None, None, None, None)
+    if not save_for_backward:
+        return output, None, None, None, None
+    return output, dot, gate, rstd_x, rstd_k

@@ -67,6 +67,7 @@ def _inputs(make: Maker, *, tokens: int, hidden: int, streams: int = 4) -> tuple
         {"tokens": 132, "hidden": 256, "streams": 3},
     ],
     workloads=[Workload(f"{d}-fine-tuning", {"hidden": d}, (132,)) for d in (4096, 5120, 7168)],
+    peers=["tile_kernels"],
 )
 def grad_w_reduce(
     grad_w_partial: Tensor,

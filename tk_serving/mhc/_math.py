@@ -27,3 +27,24 @@ def tf32(x: Tensor) -> Tensor:
     bits = x.contiguous().view(torch.int32)
     rounded = ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
     return torch.where(torch.isfinite(x), rounded, x)
+
+
+def ascending_sum(parts: Tensor) -> Tensor:
+    """Sum over the first dimension, from the first to the last."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def inverse_rms(square_sum: Tensor, size: int, eps: float) -> Tensor:
+    """1 / sqrt(square_sum / size + eps).
+
+    The divisor is a tensor: torch multiplies by the reciprocal of a Python number on CUDA, which changes the last bit.
+    """
+    return 1.0 / (square_sum / torch.full_like(square_sum, size) + eps).sqrt()
+
+
+def column_scale(scale: Tensor) -> Tensor:
+    """The scale of each of the 24 mixes, of the three that a sublayer has."""
+    return torch.cat([scale[group].expand(width) for group, width in enumerate((4, 4, 16))])

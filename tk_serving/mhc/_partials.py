@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -65,18 +66,61 @@ def outputs(splits: int, tokens: int, mixes: int) -> tuple[Out, Out]:
     return Out((splits, tokens, mixes), F32), Out((splits, tokens), F32)
 
 
-def launch(
-    size: int, mixes: int, splits: int, fold: bool, at: int, operands: Callable[..., tuple] = lambda *args: args[:3]
-) -> Launch:
-    """Launch that writes the partial sums to the plan's tensors ``at`` and ``at + 1``.
+NONE, FIRST, MIXED = "none", "first", "mixed"
+"""What the pass over the streams also writes as a sublayer's input; see ``kernels/norm_fn.py``."""
 
-    ``operands(*args)`` gives the residual, the matrix, and the norm weight or None.
+
+@dataclass(frozen=True)
+class Tensors:
+    """Tensors of one pass; absent ones are None."""
+
+    residual: Tensor
+    fn: Tensor
+    mul: Tensor
+    sqr: Tensor
+    norm_weight: Tensor | None = None
+    x: Tensor | None = None
+    post: Tensor | None = None
+    comb: Tensor | None = None
+    updated: Tensor | None = None
+    pre: Tensor | None = None
+    layer_input: Tensor | None = None
+
+
+def launch(
+    size: int,
+    mixes: int,
+    splits: int,
+    tensors: Callable[..., Tensors],
+    *,
+    fold: bool = False,
+    update: bool = False,
+    next_input: str = NONE,
+) -> Launch:
+    """The pass over the streams; ``tensors(outs, *args)`` names the tensors of the call.
+
+    ``update``: first update the streams after a sublayer, from x, post and comb to ``updated``.
     """
+    config = {"hidden": size, "mixes": mixes, "splits": splits, "fold": fold, "update": update, "next_input": next_input}
 
     def arguments(outs: Sequence[Tensor], *args: Any) -> tuple:
-        residual, fn, norm_weight = operands(*args)
-        fn = rows(fn, MULT * size)
-        weight = rows(norm_weight) if norm_weight is not None else fn[0]
-        return rows(residual, MULT, size), fn, weight, outs[at], outs[at + 1]
+        t = tensors(outs, *args)
+        residual, fn = rows(t.residual, MULT, size), rows(t.fn, MULT * size)
+        # Any tensor of the right type stands for one that is absent.
+        row, flat = residual[:1, 0], fn.view(-1)
+        quad = flat[:MULT].view(1, MULT)
+        return (
+            row if t.x is None else rows(t.x, size),
+            residual,
+            quad if t.post is None else rows(t.post, MULT),
+            flat[: MULT * MULT].view(1, -1) if t.comb is None else rows(t.comb, MULT * MULT),
+            quad if t.pre is None else rows(t.pre, MULT),
+            fn,
+            fn[0] if t.norm_weight is None else rows(t.norm_weight),
+            residual[:1] if t.updated is None else t.updated.view(-1, MULT, size),
+            row if t.layer_input is None else t.layer_input.view(-1, size),
+            t.mul,
+            t.sqr,
+        )
 
-    return Launch("mhc.norm_fn", {"hidden": size, "mixes": mixes, "splits": splits, "fold": fold}, arguments)
+    return Launch("mhc.norm_fn", config, arguments)

@@ -66,4 +66,4 @@ def mhc_head_compute_mix_bwd(
     """
     gate = sigmoid(input_mix * mhc_scale + mhc_base)
     grad = grad_out * (gate * (1.0 - gate))
-    return grad * mhc_scale, (grad * input_mix).sum().reshape(1), grad.flatten(0, -2).sum(dim=0)
+    return grad * mhc_scale, (grad * input_mix).sum().reshape(1), grad.reshape(-1, MULT).sum(dim=0)

@@ -38,7 +38,11 @@ def _plan(
     outputs = (*_pre.mix_outputs(tokens), Out((*tokens, size), BF16), Out((*tokens, MULT, 1), F32) if with_pre_mix else None)
     launches: tuple[Launch, ...] = (
         _partials.launch(
-            size, MIXES, splits, norm_weight is not None, 4, lambda residual, fn, *args: (residual, fn, args[8])
+            size,
+            MIXES,
+            splits,
+            lambda outs, residual, fn, *args: _partials.Tensors(residual, fn, outs[4], outs[5], args[8]),
+            fold=norm_weight is not None,
         ),
         _pre.finish(
             size,

@@ -1,11 +1,11 @@
 """A sublayer's input and the mixes of its residual update, behind an external pre-norm GEMM."""
 
-import torch
 from torch import Tensor
 
 from tk_serving.compare import Close
 from tk_serving.expect import Expect
 from tk_serving.mhc import _pre
+from tk_serving.mhc._math import ascending_sum, inverse_rms
 from tk_serving.mhc._shapes import BF16, F32, MIXES, MULT, hidden, lead
 from tk_serving.mhc.mhc_pre_apply_mix import mhc_pre_apply_mix
 from tk_serving.mhc.mhc_pre_split_mixes import mhc_pre_split_mixes
@@ -122,11 +122,8 @@ def mhc_pre_big_fuse_fwd(
         rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat: as in :func:`mhc_pre_big_fuse`.
         n_splits: s.
     """
-    mul, sqr = gemm_out_mul[0], gemm_out_sqrsum[0]
-    for split in range(1, n_splits):
-        mul, sqr = mul + gemm_out_mul[split], sqr + gemm_out_sqrsum[split]
-    size = torch.full_like(sqr, MULT * residual.shape[-1])
-    mixes = mul * (1.0 / (sqr / size + rms_eps).sqrt()).unsqueeze(-1)
+    scale = inverse_rms(ascending_sum(gemm_out_sqrsum), MULT * residual.shape[-1], rms_eps)
+    mixes = ascending_sum(gemm_out_mul) * scale.unsqueeze(-1)
     pre, post, comb = mhc_pre_split_mixes.operator.reference(
         mixes.view(*residual.shape[:-2], MIXES), mhc_scale, mhc_base, MULT, mhc_post_mult_value, mhc_pre_eps
     )

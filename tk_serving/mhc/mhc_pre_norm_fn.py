@@ -5,6 +5,7 @@ from torch import Tensor
 from tk_serving.compare import Close
 from tk_serving.expect import Expect
 from tk_serving.mhc import _partials
+from tk_serving.mhc._math import ascending_sum, inverse_rms
 from tk_serving.mhc._shapes import BF16, F32, MIXES, MULT, count
 from tk_serving.mhc.mhc_pre_norm_gemm import mhc_pre_norm_gemm
 from tk_serving.operator import Launch, Out, Plan, operator
@@ -38,9 +39,15 @@ def _plan(
             eps,
         ),
     )
-    launches = (_partials.launch(size, mixes, splits, mhc_norm_weight is not None, at=1), scale)
+    product = _partials.launch(
+        size,
+        mixes,
+        splits,
+        lambda outs, residual, fn, weight, *_: _partials.Tensors(residual, fn, outs[1], outs[2], weight),
+        fold=mhc_norm_weight is not None,
+    )
     scratch = _partials.outputs(splits, count(tokens), mixes)
-    return Plan((Out((*tokens, mixes), F32),), launches if count(tokens) else (), scratch)
+    return Plan((Out((*tokens, mixes), F32),), (product, scale) if count(tokens) else (), scratch)
 
 
 def _inputs(make: Maker, *, tokens: int, hidden: int, mixes: int = MIXES, folded: bool = False, splits: int = 16) -> tuple:
@@ -88,5 +95,5 @@ def mhc_pre_norm_fn(
         float32 [..., m].
     """
     mul, sqr = mhc_pre_norm_gemm.operator.reference(residual, mhc_fn, mhc_norm_weight, n_splits)
-    scale = 1.0 / (sqr.sum(dim=0) / (MULT * residual.shape[-1]) + mhc_norm_eps).sqrt()
-    return (mul.sum(dim=0) * scale.unsqueeze(-1)).reshape(*residual.shape[:-2], -1)
+    scale = inverse_rms(ascending_sum(sqr), MULT * residual.shape[-1], mhc_norm_eps)
+    return (ascending_sum(mul) * scale.unsqueeze(-1)).reshape(*residual.shape[:-2], mhc_fn.shape[0])

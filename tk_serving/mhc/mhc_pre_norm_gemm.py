@@ -19,7 +19,13 @@ def _plan(residual: Tensor, mhc_fn: Tensor, mhc_norm_weight: Tensor | None, n_sp
     tokens, size = _partials.check(_expect, residual, mhc_fn, mhc_norm_weight, n_splits, names=_NAMES)
     mixes = mhc_fn.shape[0]
     splits = _partials.num_splits(size, mixes, n_splits)
-    launch = _partials.launch(size, mixes, splits, mhc_norm_weight is not None, at=0)
+    launch = _partials.launch(
+        size,
+        mixes,
+        splits,
+        lambda outs, residual, fn, weight, _: _partials.Tensors(residual, fn, *outs, weight),
+        fold=mhc_norm_weight is not None,
+    )
     return Plan(_partials.outputs(splits, count(tokens), mixes), (launch,) if count(tokens) else ())
 
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from tk_serving.compare import Close
 from tk_serving.expect import Expect
-from tk_serving.mhc._math import sigmoid
+from tk_serving.mhc._math import column_scale, sigmoid
 from tk_serving.mhc._shapes import F32, MIXES, MULT, count, lead, mult, owned, result, rows
 from tk_serving.operator import Launch, Plan, operator
 from tk_serving.workloads import Maker, serving
@@ -97,8 +97,7 @@ def mhc_pre_split_mixes(
     Returns:
         pre [..., 4, 1], post [..., 4, 1], comb [..., 4, 4] (from, to), all float32.
     """
-    scale = mhc_scale.repeat_interleave(mhc_scale.new_tensor([MULT, MULT, MULT * MULT], dtype=int))
-    z = input_mixes * scale + mhc_base
+    z = input_mixes * column_scale(mhc_scale) + mhc_base
     gates = sigmoid(z[..., : 2 * MULT]).unsqueeze(-1)
     comb = z[..., 2 * MULT :].unflatten(-1, (MULT, MULT))
     return gates[..., :MULT, :] + mhc_pre_eps, gates[..., MULT:, :] * mhc_post_mult_value, comb

@@ -6,7 +6,7 @@ from torch import Tensor
 from tk_serving.compare import Close
 from tk_serving.expect import Expect
 from tk_serving.mhc._gates import plan_backward
-from tk_serving.mhc._math import sigmoid
+from tk_serving.mhc._math import column_scale, sigmoid
 from tk_serving.mhc._shapes import F32, MIXES, MULT, lead, owned
 from tk_serving.operator import Plan, operator
 from tk_serving.workloads import Maker, serving
@@ -84,12 +84,12 @@ def mhc_pre_split_mixes_bwd(
     Returns:
         float32 gradients of input_mixes, mhc_scale and mhc_base.
     """
-    scale = mhc_scale.repeat_interleave(mhc_scale.new_tensor([MULT, MULT, MULT * MULT], dtype=int))
+    scale = column_scale(mhc_scale)
     gate = sigmoid(input_mixes * scale + mhc_base)[..., : 2 * MULT]
     slope = gate * (1.0 - gate)
     pre = pre_grad.squeeze(-1) * slope[..., :MULT]
     post = post_grad.squeeze(-1) * mhc_post_mult_value * slope[..., MULT:]
     grad = torch.cat([pre, post, comb_grad.flatten(-2)], dim=-1)
-    of_scale = (grad * input_mixes).flatten(0, -2).sum(dim=0)
+    of_scale = (grad * input_mixes).reshape(-1, MIXES).sum(dim=0)
     groups = of_scale.split([MULT, MULT, MULT * MULT])
-    return grad * scale, torch.stack([group.sum() for group in groups]), grad.flatten(0, -2).sum(dim=0)
+    return grad * scale, torch.stack([group.sum() for group in groups]), grad.reshape(-1, MIXES).sum(dim=0)

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from tk_serving.compare import Close
 from tk_serving.expect import Expect
-from tk_serving.mhc._math import tf32
+from tk_serving.mhc._math import inverse_rms, tf32
 from tk_serving.mhc._partials import MAX_MIXES
 from tk_serving.mhc._shapes import F32, MIXES, MULT
 from tk_serving.operator import Launch, Plan, operator
@@ -75,7 +75,7 @@ def mhc_reduce_partials_and_rmsnorm_bwd(
         out_mul_grad, sqrsum_grad: written; shapes of out_mul and sqrsum.
         rms_group_size, rms_eps: as in the forward pass.
     """
-    scale = 1.0 / (sqrsum / rms_group_size + rms_eps).sqrt()
+    scale = inverse_rms(sqrsum, rms_group_size, rms_eps)
     grad = out_grad.unsqueeze(1)
     out_mul_grad.copy_(tf32(grad * scale.unsqueeze(-1)))
     sqrsum_grad.copy_(-0.5 * (scale / (sqrsum + rms_eps * rms_group_size)) * (grad * out_mul).sum(dim=-1))

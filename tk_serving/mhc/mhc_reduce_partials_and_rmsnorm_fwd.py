@@ -4,6 +4,7 @@ from torch import Tensor
 
 from tk_serving.compare import Close
 from tk_serving.expect import Expect
+from tk_serving.mhc._math import ascending_sum, inverse_rms
 from tk_serving.mhc._partials import MAX_MIXES
 from tk_serving.mhc._shapes import F32, MIXES, MULT
 from tk_serving.operator import Launch, Plan, operator
@@ -78,9 +79,8 @@ def mhc_reduce_partials_and_rmsnorm_fwd(
         rms_eps: added to the mean square.
         n_splits: s.
     """
-    mul, sqr = out_mul_splitted[0], sqrsum_splitted[0]
-    for split in range(1, n_splits):
-        mul, sqr = mul + out_mul_splitted[split], sqr + sqrsum_splitted[split]
+    mul, sqr = ascending_sum(out_mul_splitted), ascending_sum(sqrsum_splitted)
     out_mul.copy_(mul)
     sqrsum.copy_(sqr)
-    out.copy_((mul * (1.0 / (sqr / rms_group_size + rms_eps).sqrt()).unsqueeze(-1)).sum(dim=1))
+    scaled = mul * inverse_rms(sqr, rms_group_size, rms_eps).unsqueeze(-1)
+    out.copy_(ascending_sum(scaled.transpose(0, 1)))

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tk_serving.engram import engram_gate_bwd, engram_gate_fwd, fused_weight, grad_w_reduce
+from tk_serving.engram.engram_gate_bwd import engram_gate_bwd
+from tk_serving.engram.engram_gate_fwd import engram_gate_fwd
+from tk_serving.engram.fused_weight import fused_weight
+from tk_serving.engram.grad_w_reduce import grad_w_reduce
 from tk_serving.modeling.gradients import Accumulator
 
 __all__ = ["EngramGate", "engram_gate"]

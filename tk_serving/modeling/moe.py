@@ -10,7 +10,6 @@ from torch.autograd.function import once_differentiable
 
 from tk_serving import moe
 
-_TINY = 1e-20
 _DOT_ROWS = 4096  # rows of a weight gradient taken at a time: bounds the float32 copies
 
 
@@ -123,7 +122,10 @@ class _Gate(torch.autograd.Function):
             return None, *nothing
         saved, ids, weights = ctx.saved_tensors
         scores = saved if ctx.has_scores else _scores(saved, ctx.scoring)
-        return _gate_backward(scores, ids, weights, grad_weights, ctx.factor, ctx.scoring), *nothing
+        of_logits = moe.moe_topk_gate_backward(
+            scores, ids, weights, grad_weights.contiguous(), ctx.factor, scoring_func=ctx.scoring
+        )
+        return of_logits, *nothing
 
 
 def _scores(logits: Tensor, scoring: str) -> Tensor:
@@ -132,23 +134,6 @@ def _scores(logits: Tensor, scoring: str) -> Tensor:
     if scoring == "softmax":
         return logits.softmax(-1)
     return torch.nn.functional.softplus(logits).sqrt()
-
-
-def _gate_backward(
-    scores: Tensor, ids: Tensor, weights: Tensor, grad: Tensor, factor: float, scoring: str
-) -> Tensor:
-    """Gradient of the logits. Normalisation first, w_k = factor * s_k / sum(s), then the scoring function."""
-    chosen, at = ids >= 0, ids.clamp(min=0)
-    grad = torch.where(chosen, grad.float(), 0.0)
-    total = torch.where(chosen, scores.gather(1, at), 0.0).sum(1, keepdim=True) + _TINY
-    of_chosen = (factor * grad - (grad * weights).sum(1, keepdim=True)) / total
-    of_scores = torch.zeros_like(scores).scatter_add_(1, at, torch.where(chosen, of_chosen, 0.0))
-    if scoring == "sigmoid":
-        return of_scores * scores * (1 - scores)
-    if scoring == "softmax":
-        return scores * (of_scores - (of_scores * scores).sum(1, keepdim=True))
-    slope = -torch.expm1(-scores * scores) / (2 * scores)
-    return of_scores * torch.where(scores > 0, slope, 0.0)
 
 
 def expand(x: Tensor, mapping: Mapping) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
-from tk_serving.moe._counting import CHUNK, blocks_of, count_of_chunks
+from tk_serving.moe import _counting
 from tk_serving.operator import Launch, Out, Plan, operator
 from tk_serving.workloads import Maker, serving
 
@@ -43,7 +43,7 @@ def _plan(topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignmen
         # Stand-ins for the empty tensors of an empty batch.
         scratch: tuple[Out, ...] = () if tokens else (Out((1,), torch.int64), Out((1,), torch.int32))
     else:
-        counting, counts = count_of_chunks(pairs, num_experts, at=7)
+        counting, counts = _counting.count_of_chunks(pairs, num_experts, at=7)
         placing = (counting, Launch("moe.get_fused_mapping", {**config, "counted": True}, _arguments_of_place))
         scratch = (counts,)
     outputs = (
@@ -61,12 +61,12 @@ def _capturing(tensor: Tensor) -> bool:
 def _arguments_of_one(out: Sequence[Tensor], topk_idx: Tensor, *rest: int) -> tuple:
     pairs, alignment = topk_idx.numel(), rest[2]
     ids, positions = (topk_idx.view(-1), out[3].view(-1)) if pairs else out[7:9]
-    blocks = max(-(-pairs // CHUNK), min(-(-out[0].shape[0] // ROWS_PER_BLOCK), MAX_BLOCKS))
-    return ids, None, *out[:3], positions, *out[4:7], pairs, CHUNK, blocks, alignment
+    blocks = max(-(-pairs // _counting.CHUNK), min(-(-out[0].shape[0] // ROWS_PER_BLOCK), MAX_BLOCKS))
+    return ids, None, *out[:3], positions, *out[4:7], pairs, _counting.CHUNK, blocks, alignment
 
 
 def _arguments_of_place(out: Sequence[Tensor], topk_idx: Tensor, *rest: int) -> tuple:
-    blocks, chunk = blocks_of(topk_idx.numel())
+    blocks, chunk = _counting.blocks_of(topk_idx.numel())
     ids, positions = topk_idx.view(-1), out[3].view(-1)
     return ids, out[7], *out[:3], positions, *out[4:7], topk_idx.numel(), chunk, blocks, rest[2]
 

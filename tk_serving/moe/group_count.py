@@ -33,6 +33,7 @@ def _inputs(make: Maker, *, tokens: int, topk: int, groups: int) -> tuple:
         {"tokens": 3, "topk": 3, "groups": 1},
     ],
     workloads=serving(lambda m: {"topk": m.num_experts_per_tok, "groups": m.n_routed_experts}),
+    peers=["torch_ops"],
 )
 def group_count(group_idx: Tensor, num_groups: int) -> Tensor:
     """Count how often every group occurs; ids outside [0, num_groups) are skipped.

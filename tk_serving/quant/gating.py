@@ -1,1 +1,159 @@
-"""What the SwiGLU operators share: the checks of their arguments, their launch, their values in torch."""
+"""What the SwiGLU operators share: the checks of their arguments, their launches, their values in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_serving import config
+from tk_serving.expect import Expect, short
+from tk_serving.layout import aligned
+from tk_serving.plan import Launch
+from tk_serving.quant.casting import DECODE_TOKENS
+
+HELD = 8
+"""Octets of a row that a lane may hold in registers where a row has one scale: H <= 65536."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of [N, 2 H] are weighted, which of them are padding, and what is counted.
+
+    Attributes:
+        positions, topk_weights: int32 [N] and float32 [T, K]: a row has the flat weight at its position; below 0 or
+            past the end it is a row of zeros.
+        row_weights, factor: float32 [N] or None, and the number that multiplies them.
+        experts: int32 [N] or None; rows below 0 are padding.
+        psum: int32 [E] or None; expert e owns the rows from psum[e - 1], aligned, to psum[e]; other rows are padding.
+        clamp: upper limit of the gate, limit of the magnitude of the up half; or None.
+        counts: int64 [3] or [4] totals of clamped elements (and of elements of rows that are not padding), or None.
+    """
+
+    positions: Tensor | None = None
+    topk_weights: Tensor | None = None
+    row_weights: Tensor | None = None
+    factor: float | None = None
+    experts: Tensor | None = None
+    psum: Tensor | None = None
+    clamp: float | None = None
+    counts: Tensor | None = None
+
+    def check(self, expect: Expect, x: Tensor, factor: int, names: dict[str, str]) -> tuple[int, int]:
+        """Check x (H a multiple of ``factor``) and the arguments; (N, H). ``names`` are public names that differ."""
+
+        def named(attribute: str) -> str:
+            return names.get(attribute, attribute)
+
+        rows, width = expect.tensor("x", x, (torch.bfloat16, torch.float32), ("N", "2 H"))
+        ok = width > 0 and width % (2 * factor) == 0
+        expect.that(ok, "x", f"2 H columns, H a positive multiple of {factor}", width)
+        if self.positions is not None:
+            expect.tensor(named("positions"), self.positions, torch.int32, (rows,))
+        if self.topk_weights is not None:
+            expect.tensor(named("topk_weights"), self.topk_weights, torch.float32, ("T", "K"))
+        if self.row_weights is not None:
+            expect.tensor(named("row_weights"), self.row_weights, torch.float32, (rows,))
+        if self.experts is not None:
+            expect.tensor(named("experts"), self.experts, torch.int32, (rows,))
+        if self.psum is not None:
+            expect.tensor(named("psum"), self.psum, torch.int32, ("E",))
+        if self.clamp is not None:
+            expect.positive(named("clamp"), self.clamp)
+        expect.same_device(
+            x=x,
+            **{
+                named(name): getattr(self, name)
+                for name in ("positions", "topk_weights", "row_weights", "experts", "psum", "counts")
+            },
+        )
+        return rows, width // 2
+
+    def check_counts(self, expect: Expect, size: int, clamp: str) -> None:
+        if self.counts is not None:
+            expect.tensor("clamped_count", self.counts, torch.int64, (size,))
+            expect.that(self.clamp is not None, "clamped_count", f"{clamp} as well", None)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Compile-time arguments of the kernels."""
+        weights = {"topk": self.topk_weights, "row": self.row_weights, "factor": self.factor}
+        padding = {"expert": self.experts, "psum": self.psum}
+        return {
+            "weights": next((name for name, value in weights.items() if value is not None), None),
+            "padding": next((name for name, value in padding.items() if value is not None), None),
+            "clamp": self.clamp is not None,
+            "counters": 0 if self.counts is None else self.counts.shape[0],
+        }
+
+
+def launch(x: Tensor, rows: Rows, fmt: str, npc: int, layout: str, round_sf: bool, floor: float) -> Launch:
+    """The kernel for outputs (data, sf), or (data,) with ``npc`` 0; ``fmt`` is a quantised format or a dtype's name."""
+    hidden = x.shape[1] // 2
+    few = type(x.shape[0]) is int and x.shape[0] <= DECODE_TOKENS
+    config_ = dict(rows.config, x=short(x.dtype), fmt=fmt, round_sf=round_sf, aligned=aligned(x))
+    if npc == hidden and npc not in (32, 64, 128):
+        octets = hidden // 8
+        warps = min(32, -(-octets // 128))
+        config_ |= {"warps": warps, "held": -(-octets // (32 * warps))}
+        kernel = "quant.swiglu:by_row"
+    else:
+        config_ |= {"npc": npc, "layout": layout, "rows": 1 if few else 2}
+        kernel = "quant.swiglu:by_group"
+    weights = rows.row_weights if rows.topk_weights is None else rows.topk_weights
+    numbers = (rows.clamp or 0.0, floor, 1.0 if rows.factor is None else rows.factor, config.get_token_alignment())
+
+    def arguments(outputs: Sequence[Tensor | None], x: Tensor, *_: object) -> Sequence[Any]:
+        data, sf = outputs if npc else (outputs[0], None)
+        return (x, rows.positions, weights, rows.experts, rows.psum, rows.counts, data, sf, *map(float, numbers[:3]), numbers[3])
+
+    return Launch(kernel, config_, arguments)
+
+
+# -- the reference --------------------------------------------------------------------------------------------
+
+
+def activate(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """(y float32 [N, H], bool [N]: rows that are not padding); adds to ``rows.counts``. Padding rows of y are 0."""
+    n, width = x.shape
+    gate, up = x[:, : width // 2].float(), x[:, width // 2 :].float()
+    live = torch.ones(n, dtype=torch.bool, device=x.device)
+    if rows.experts is not None:
+        live = rows.experts >= 0
+    if rows.psum is not None:
+        live = owned(rows.psum, n)
+    if rows.clamp is not None:
+        limit = torch.tensor(rows.clamp, dtype=torch.float32, device=x.device)
+        above, over, under = gate > limit, up > limit, up < -limit
+        if rows.counts is not None:
+            found = [(mask & live[:, None]).sum() for mask in (above, over, under)]
+            if rows.counts.shape[0] == 4:
+                found.append(live.sum() * gate.shape[1])
+            rows.counts.add_(torch.stack(found))
+        gate = torch.where(above, limit, gate)
+        up = torch.where(over, limit, torch.where(under, -limit, up))
+    y = gate / (1.0 + torch.exp(-gate)) * up
+    if rows.topk_weights is not None and rows.positions is not None:
+        flat = rows.topk_weights.flatten()
+        known = (rows.positions >= 0) & (rows.positions < flat.shape[0])
+        place = torch.where(known, rows.positions, 0).long()
+        y = y * flat[place][:, None] if flat.numel() else y
+        y = torch.where(known[:, None], y, 0.0)
+    elif rows.factor is not None or rows.row_weights is not None:
+        weight = torch.ones(n, device=x.device) if rows.row_weights is None else rows.row_weights
+        if rows.factor is not None:
+            weight = weight * torch.tensor(rows.factor, dtype=torch.float32, device=x.device)
+        y = y * weight[:, None]
+    return torch.where(live[:, None], y, 0.0), live
+
+
+def owned(psum: Tensor, rows: int) -> Tensor:
+    """bool [rows]: rows inside an expert's interval."""
+    alignment = config.get_token_alignment()
+    before = torch.cat((psum.new_zeros(1), psum[:-1])) if psum.numel() else psum
+    start = (before + alignment - 1).div(alignment, rounding_mode="floor") * alignment
+    row = torch.arange(rows, device=psum.device)[:, None]
+    return ((row >= start) & (row < psum)).any(dim=1)

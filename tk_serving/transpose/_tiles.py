@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from tk_serving.expect import Expect, short
+from tk_serving.layout import WORD, aligned
 from tk_serving.operator import Launch, Out, Plan
 from tk_serving.workloads import Maker
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_WORD = 16
 
 
 def plan(expect: Expect, x: Tensor, sizes: Sequence[str]) -> Plan:
@@ -42,7 +42,7 @@ def _arguments(out: Sequence[Tensor], x: Tensor) -> tuple:
         x, y = x.unsqueeze(0), y.unsqueeze(0)
     # One column may come with any last stride.
     x = x.view(integer).as_strided(x.shape, (*x.stride()[:2], 1))
-    per_word = _WORD // x.itemsize
-    wide_in = x.data_ptr() % _WORD == 0 and all(s % per_word == 0 for s in (x.shape[2], *x.stride()[:2]))
-    wide_out = y.data_ptr() % _WORD == 0 and x.shape[1] % per_word == 0
+    per_word = WORD // x.itemsize
+    wide_in = aligned(x) and x.shape[2] % per_word == 0
+    wide_out = aligned(y) and y.shape[2] % per_word == 0
     return x, y, int(wide_in), int(wide_out)

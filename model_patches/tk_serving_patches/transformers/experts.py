@@ -40,7 +40,7 @@ def refuses(experts: Any) -> str | None:
 def swiglu_limit(experts: Any) -> tuple[bool, float | None]:
     """Is the gate of these experts SwiGLU as the operator computes it, and with which limit."""
     gate = type(experts)._apply_gate
-    known = gate.__module__.startswith("transformers.") and is_silu(experts.act_fn)
+    known = gate.__module__.startswith("transformers.") and is_silu(getattr(experts, "act_fn", None))
     if known and gate.__qualname__ == "_default_apply_gate":
         return True, None
     if known and gate.__qualname__ == "DeepseekV4Experts._apply_gate":

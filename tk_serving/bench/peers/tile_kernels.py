@@ -78,6 +78,14 @@ def engram_gate_fwd(
     return PeerCall(lambda: function(hidden_states, kv, weight_fused, eps, clamp_value, save_for_backward, **given))
 
 
+def mhc_post(
+    x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor | None = None
+) -> PeerCall:
+    """The forward half, writing into a given tensor."""
+    function, target = _find("mhc_post_fwd"), torch.empty_like(residual)
+    return PeerCall(lambda: function(x, residual, post_layer_mix, comb_res_mix, target), lambda _: target)
+
+
 def moe_topk_gate(**arguments: Any) -> PeerCall:
     """The 2.1 name of the gate without groups."""
     nothing_else({name: arguments.pop(name) for name in ("hash_table", "token_ids")})

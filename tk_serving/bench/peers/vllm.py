@@ -128,9 +128,9 @@ def norm_forward_and_per_token_cast(
 ) -> PeerCall:
     """``_C.rms_norm_per_block_quant``, or the norm followed by the group cast where it does not apply."""
     covers(x.dim() == 2 and weight is not None and out_scale == 1.0, "two dimensions with a weight and out_scale 1")
-    nothing_else({**rest, "with_out_bf16": with_out_bf16})
+    nothing_else(rest)
     ops = need("vllm._custom_ops")
-    if not round_sf and num_per_channels in (64, 128):
+    if not round_sf and num_per_channels in (64, 128) and not with_out_bf16:
         own = residual.clone() if residual is not None else None
         aligned = 4 if use_tma_aligned_col_major_sf else 0
         group = [1, num_per_channels]
@@ -150,7 +150,11 @@ def norm_forward_and_per_token_cast(
         norm.run()
         return cast.run()
 
-    return PeerCall(run, lambda result: (result, None, None, norm.result(None)[2] if norm.result else x))
+    def result(quantised: Any) -> tuple:
+        out, _, norm_input = norm.result(None) if norm.result else (x, None, x)
+        return quantised, out if with_out_bf16 else None, None, norm_input
+
+    return PeerCall(run, result)
 
 
 def top2_sum_gate(
@@ -405,25 +409,62 @@ def _expert_ids(token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> tuple[int, 
 # -- steps of a decoder layer that vLLM runs as one ---------------------------------------------------------------
 
 
-def moe_permute(mapping: dict[str, Any], expand: dict[str, Any]) -> PeerCall:
-    """``deepgemm_moe_permute``: count, positions and scatter of the DeepGEMM path."""
+def experts(
+    mapping: dict[str, Any], expand: dict[str, Any], swiglu: dict[str, Any], reduce: dict[str, Any]
+) -> PeerCall:
+    """The DeepGEMM path: permute, SwiGLU with cast on the live rows, unpermute with the routing weights."""
     utils = need(f"{_FUSED_MOE}.deep_gemm_utils")
+    cast = need("vllm.model_executor.layers.quantization.utils.fp8_utils").silu_mul_per_token_group_quant_fp8_colmajor
     data, sf = expand["x"]
-    ids, experts = mapping["topk_idx"].int(), mapping["num_experts"]
-    return PeerCall(lambda: utils.deepgemm_moe_permute(data, sf, ids, experts, None, None))
+    ids, count = mapping["topk_idx"].int(), mapping["num_experts"]
+    weights = swiglu["topk_weights"]
+    gate_up, down = swiglu["x"], reduce["x"]
+    output = torch.empty(ids.shape[0], down.shape[1], dtype=down.dtype, device=down.device)
+    group, clamp, rounded = swiglu["num_per_channels"], swiglu["swiglu_clamp_value"], swiglu["round_sf"]
+
+    def run() -> Any:
+        moved = utils.deepgemm_moe_permute(data, sf, ids, count, None, None, use_psum_layout=True)
+        ends, inverse, alignment = moved[2:]
+        quantised = cast(
+            gate_up, None, rounded, clamp_limit=clamp, group_size=group, expert_ends=ends, expert_alignment=alignment
+        )
+        utils.deepgemm_unpermute_and_reduce(down, ids, weights, inverse, None, output)
+        return moved, quantised
+
+    return PeerCall(run)
 
 
-def mhc_boundary(post: dict[str, Any], pre: dict[str, Any], norm: dict[str, Any], cast: dict[str, Any]) -> PeerCall:
+def shared_expert(swiglu: dict[str, Any]) -> PeerCall:
+    """One fused kernel without a clamp; activation with the clamp, then the group cast."""
+    x, group, clamp = swiglu["x"], swiglu["num_per_channels"], swiglu["swiglu_clamp_value"]
+    ops = need("vllm._custom_ops")
+    if clamp is None:
+        return PeerCall(lambda: ops.silu_and_mul_per_block_quant(x, group, FP8, None, True))
+    activation = swiglu_forward(x, "bf16", clamp)
+    cast = per_token_cast(activation.run(), "e4m3", group, None, *_layout(swiglu))
+
+    def run() -> Any:
+        activation.run()
+        return cast.run()
+
+    return PeerCall(run)
+
+
+def mhc_boundary(post: dict[str, Any], pre: dict[str, Any], norm: dict[str, Any]) -> PeerCall:
     """``mhc_fused_post_pre_tilelang`` with the norm inside, then the group cast."""
     mhc = need("vllm.model_executor.kernels.mhc.tilelang")
     boundary = (post["x"], post["residual"], post["post_layer_mix"], post["comb_res_mix"])
     mixer = (pre["fn"], pre["mhc_scale"], pre["mhc_base"], pre["rms_eps"], pre["mhc_pre_eps"], pre["mhc_sinkhorn_eps"])
     rest = (pre["mhc_post_mult_value"], pre["sinkhorn_repeat"])
     options = {"norm_weight": norm["weight"], "norm_eps": norm["eps"]}
-    flags = {name: value for name, value in cast.items() if name != "x"}
 
     def run() -> Any:
         result = mhc.mhc_fused_post_pre_tilelang(*boundary, *mixer, *rest, **options)
-        return result, per_token_cast(result[3], **flags).run()
+        return result, per_token_cast(result[3], norm["fmt"], norm["num_per_channels"], None, *_layout(norm)).run()
 
     return PeerCall(run)
+
+
+def _layout(arguments: dict[str, Any]) -> tuple[bool, bool, bool]:
+    """The scale layout of a cast, in the order of the arguments."""
+    return arguments["use_tma_aligned_col_major_sf"], arguments["round_sf"], arguments["use_packed_ue8m0"]

@@ -6,7 +6,7 @@ share, comes from the L2 cache for all streams but one: blocks of a group work o
 
 import tilelang.language as T
 
-from tk_serving.engram.kernels.rows import Row, block_sum, mover
+from tk_serving.engram.kernels.rows import COLUMNS, Row, block_sum, mover
 
 
 def build(hidden: int, wide: bool, inplace: bool, blocks_per_sm: int):
@@ -16,7 +16,7 @@ def build(hidden: int, wide: bool, inplace: bool, blocks_per_sm: int):
     size = row.size(bf16)
     tokens, streams = T.dynamic("tokens", "int64"), T.dynamic("streams", "int64")
     k_token, k_stream, v_token = (T.dynamic(name, "int64") for name in ("k_token", "k_stream", "v_token"))
-    warps, planes = row.threads // 32, 8 // row.size(f32)
+    warps, planes = row.threads // 32, COLUMNS // row.size(f32)
 
     @T.prim_func
     def engram_gate_fwd(
@@ -48,8 +48,8 @@ def build(hidden: int, wide: bool, inplace: bool, blocks_per_sm: int):
             x_own = T.alloc_local((row.owned,), bf16)
             k_own = T.alloc_local((row.owned,), bf16)
             v_own = T.alloc_local((row.owned,), bf16)
-            w = T.alloc_local((8,), f32)
-            w_units = row.units(w, 8, f32, "local")
+            w = T.alloc_local((COLUMNS,), f32)
+            w_units = row.units(w, COLUMNS, f32, "local")
             w_shared = T.alloc_shared((hidden,), f32)
             w_shared_units = row.units(w_shared, hidden, f32, "shared.dyn")
             x_own_units = row.units(x_own, row.owned, bf16, "local")
@@ -83,9 +83,9 @@ def build(hidden: int, wide: bool, inplace: bool, blocks_per_sm: int):
                     if i * row.threads + thread < row.words:
                         for j in T.unroll(planes):
                             w_units[j] = w_shared_units[j * row.words + i * row.threads + thread]
-                        for j in T.unroll(8):
-                            x = T.cast(x_own[i * 8 + j], f32)
-                            key = T.cast(k_own[i * 8 + j], f32)
+                        for j in T.unroll(COLUMNS):
+                            x = T.cast(x_own[i * COLUMNS + j], f32)
+                            key = T.cast(k_own[i * COLUMNS + j], f32)
                             sums[0] = T.ieee_fmaf(x * w[j], key, sums[0])
                             sums[1] = T.ieee_fmaf(x, x, sums[1])
                             sums[2] = T.ieee_fmaf(key, key, sums[2])

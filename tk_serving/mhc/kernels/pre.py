@@ -48,15 +48,16 @@ def build(
         mixes: 24, or 4 for the output head, which has pre mixes only.
         with_pre: also write the pre mixes.
         norm: dtype of the norm weight; empty: no normalisation.
-        store: write the row in bfloat16.
+        store: write the row in bfloat16. A given input that is neither normalised nor quantised is not touched.
         fmt, npc, layout, round_sf: quantise the row; ``fmt`` empty: do not.
     """
     words = hidden // VALUES
     threads, each = shape(hidden)
     warps = threads // 32
     streams = MULT if source == GATHERED else 1
-    mixing = mixes == MIXES or source == GIVEN
-    per_group = warps + 1 if mixing else warps  # blocks that serve the same `warps` tokens
+    mixing = mixes == MIXES
+    inputs = source == GATHERED or norm != "" or fmt != ""
+    per_group = warps * inputs + mixing  # blocks that serve the same `warps` tokens
     groups = -(-hidden // npc) if fmt else 1
     lanes = npc // VALUES if fmt else 1
     normed, quantised = norm != "", fmt != ""
@@ -185,7 +186,7 @@ def build(
             place[0] = T.cast(block, "int32") // per_group
             place[1] = T.cast(block, "int32") % per_group
             z = T.alloc_local((1,), "float32")
-            if mixing and place[1] == warps:
+            if mixing and place[1] == per_group - 1:
                 mix_token = T.cast(place[0], "int64") * warps + thread // 32
                 if mix_token < tokens:
                     # Lanes 0 ... 15 hold the combination, 16 ... 19 pre, 20 ... 23 post.

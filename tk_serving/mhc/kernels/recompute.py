@@ -30,14 +30,13 @@ def build(hidden: int, layers: int, last_update: bool):
         return T.Tensor((tokens, MULT * MULT), "float32")
 
     @T.macro
-    def input_of(ints, pre, layer_input, token, column):
+    def input_of(ints, pre, out_words, token, column):
         """The weighted sum of the streams."""
         value = T.alloc_local((VALUES,), "float32")
         total = T.alloc_local((VALUES,), "float32")
         weight = T.alloc_local((MULT,), "float32")
         result = T.alloc_local((1,), "int32x4")
         halves = T.Tensor((VALUES,), "bfloat16", data=result.data, scope="local")
-        out_words = T.Tensor((tokens, words), "int32x4", data=layer_input.data)
         for i in T.vectorized(MULT):
             weight[i] = pre[token, i]
         for j in T.unroll(VALUES):
@@ -50,7 +49,7 @@ def build(hidden: int, layers: int, last_update: bool):
         out_words[token, column] = result[0]
 
     @T.macro
-    def update(state, ints, layer_output, post, comb, residual, token, column):
+    def update(state, ints, x_words, post, comb, out_words, token, column):
         """The streams after the sublayer, in place and written."""
         value = T.alloc_local((MULT * VALUES,), "float32")
         x = T.alloc_local((VALUES,), "float32")
@@ -60,8 +59,6 @@ def build(hidden: int, layers: int, last_update: bool):
         word = T.alloc_local((1,), "int32x4")
         word_ints = T.Tensor((4,), "int32", data=word.data, scope="local")
         halves = T.Tensor((MULT * VALUES,), "bfloat16", data=state.data, scope="local")
-        x_words = T.Tensor((tokens, words), "int32x4", data=layer_output.data)
-        out_words = T.Tensor((tokens, MULT, words), "int32x4", data=residual.data)
         word[0] = x_words[token, column]
         for o in T.vectorized(MULT):
             to_stream[o] = post[token, o]
@@ -90,25 +87,38 @@ def build(hidden: int, layers: int, last_update: bool):
             token = T.cast(block, "int64") // blocks
             column = block % blocks * threads + T.get_thread_binding()
             initial_words = T.Tensor((tokens, MULT, words), "int32x4", data=initial.data)
+            # Views of different tensors need different names: the generated host code checks shapes by name.
+            words_i0 = T.Tensor((tokens, words), "int32x4", data=input_0.data)
+            words_i1 = T.Tensor((tokens, words), "int32x4", data=input_1.data)
+            words_i2 = T.Tensor((tokens, words), "int32x4", data=input_2.data)
+            words_i3 = T.Tensor((tokens, words), "int32x4", data=input_3.data)
+            words_o0 = T.Tensor((tokens, words), "int32x4", data=output_0.data)
+            words_o1 = T.Tensor((tokens, words), "int32x4", data=output_1.data)
+            words_o2 = T.Tensor((tokens, words), "int32x4", data=output_2.data)
+            words_o3 = T.Tensor((tokens, words), "int32x4", data=output_3.data)
+            words_r0 = T.Tensor((tokens, MULT, words), "int32x4", data=residual_0.data)
+            words_r1 = T.Tensor((tokens, MULT, words), "int32x4", data=residual_1.data)
+            words_r2 = T.Tensor((tokens, MULT, words), "int32x4", data=residual_2.data)
+            words_r3 = T.Tensor((tokens, MULT, words), "int32x4", data=residual_3.data)
             state = T.alloc_local((MULT,), "int32x4")
             ints = T.Tensor((MULT * 4,), "int32", data=state.data, scope="local")
             if column < words:
                 for i in T.unroll(MULT):
                     state[i] = initial_words[token, i, column]
-                input_of(ints, pre_0, input_0, token, column)
+                input_of(ints, pre_0, words_i0, token, column)
                 if layers > 1 or last_update:
-                    update(state, ints, output_0, post_0, comb_0, residual_0, token, column)
+                    update(state, ints, words_o0, post_0, comb_0, words_r0, token, column)
                 if layers > 1:
-                    input_of(ints, pre_1, input_1, token, column)
+                    input_of(ints, pre_1, words_i1, token, column)
                 if layers > 2 or (layers == 2 and last_update):
-                    update(state, ints, output_1, post_1, comb_1, residual_1, token, column)
+                    update(state, ints, words_o1, post_1, comb_1, words_r1, token, column)
                 if layers > 2:
-                    input_of(ints, pre_2, input_2, token, column)
+                    input_of(ints, pre_2, words_i2, token, column)
                 if layers > 3 or (layers == 3 and last_update):
-                    update(state, ints, output_2, post_2, comb_2, residual_2, token, column)
+                    update(state, ints, words_o2, post_2, comb_2, words_r2, token, column)
                 if layers > 3:
-                    input_of(ints, pre_3, input_3, token, column)
+                    input_of(ints, pre_3, words_i3, token, column)
                 if layers == 4 and last_update:
-                    update(state, ints, output_3, post_3, comb_3, residual_3, token, column)
+                    update(state, ints, words_o3, post_3, comb_3, words_r3, token, column)
 
     return recompute

@@ -6,10 +6,8 @@ already keeps several multiprocessors busy.
 
 import tilelang.language as T
 
-from tk_serving.moe.kernels.rows import resident_blocks, threads_for
+from tk_serving.moe.kernels.rows import ROWS_PER_BLOCK, VECTOR, padding_clearer, resident_blocks, threads_for
 
-ROWS_PER_BLOCK = 8  # positions that one block looks through for padding
-VECTOR = 16
 MIN_THREADS = 1536
 
 
@@ -20,6 +18,7 @@ def build(hidden: int, itemsize: int, num_topk: int, sf_columns: int):
     threads = threads_for(units)
     parts = (units + threads - 1) // threads
     whole = hidden % per_unit == 0  # else no row but the first starts on 16 bytes
+    clear_padding = padding_clearer(hidden, dtype, threads, sf_columns)
 
     tokens, rows, sf_rows = (T.dynamic(name, "int64") for name in ("tokens", "rows", "sf_rows"))
     sf_strides = T.dynamic("sf_row_stride", "int64"), T.dynamic("sf_column_stride", "int64")
@@ -60,34 +59,6 @@ def build(hidden: int, itemsize: int, num_topk: int, sf_columns: int):
                     at[0] = T.cast(positions[token, k], "int64")
                     if at[0] >= 0 and at[0] < rows:
                         sf_out[at[0], i * threads + thread] = scale[0]
-
-    @T.macro
-    def clear_padding(pos_to_expert, out, sf_out, first, thread, rows, sf_rows, wide):
-        padding = T.alloc_local((ROWS_PER_BLOCK,), "int32")
-        nothing = T.alloc_local((per_unit,), dtype)
-        for i in T.unroll(per_unit):
-            nothing[i] = 0
-        for r in T.unroll(ROWS_PER_BLOCK):
-            padding[r] = 0
-            if first + r < rows:
-                padding[r] = pos_to_expert[first + r]
-        for r in T.unroll(ROWS_PER_BLOCK):
-            if padding[r] < 0:
-                if wide != 0:
-                    if whole:
-                        for i in T.serial(parts):
-                            if i * threads + thread < units:
-                                for j in T.vectorized(per_unit):
-                                    out[first + r, (i * threads + thread) * per_unit + j] = nothing[j]
-                else:
-                    for i in T.unroll((hidden + threads - 1) // threads, unroll_factor=1):
-                        if i * threads + thread < hidden:
-                            out[first + r, i * threads + thread] = nothing[0]
-            if sf_columns > 0:
-                if padding[r] < 0 or (first + r >= rows and first + r < sf_rows):
-                    for i in T.serial((sf_columns + threads - 1) // threads):
-                        if i * threads + thread < sf_columns:
-                            sf_out[first + r, i * threads + thread] = 0
 
     @T.prim_func
     def expand_to_fused(

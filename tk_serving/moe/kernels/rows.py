@@ -1,4 +1,9 @@
-"""How rows are cut into parts, so that a single token already keeps several multiprocessors busy."""
+"""How rows are cut into parts, and how padding rows are cleared."""
+
+import tilelang.language as T
+
+VECTOR = 16  # bytes
+ROWS_PER_BLOCK = 8  # positions that one block looks through for padding
 
 
 def threads_for(units: int) -> int:
@@ -10,3 +15,43 @@ def threads_for(units: int) -> int:
 def resident_blocks(threads: int, wanted_threads: int) -> int:
     """Blocks on a multiprocessor that registers must leave room for."""
     return min(32, wanted_threads // threads)
+
+
+def padding_clearer(columns: int, dtype: str, threads: int, sf_columns: int):
+    """Macro ``clear(pos_to_expert, out, sf_out, first, thread, rows, sf_rows, wide)`` for one block.
+
+    Of the rows from ``first`` on it clears those without an expert, and their scales; and the scales of the rows from
+    ``rows`` to ``sf_rows``, the padding of column-major storage. With ``wide`` rows of ``out`` start on 16 bytes.
+    """
+    per_unit = VECTOR // {"int8": 1, "int16": 2, "int32": 4}[dtype]
+    units = columns // per_unit
+
+    @T.macro
+    def clear(pos_to_expert, out, sf_out, first, thread, rows, sf_rows, wide):
+        padding = T.alloc_local((ROWS_PER_BLOCK,), "int32")
+        nothing = T.alloc_local((per_unit,), dtype)
+        for i in T.unroll(per_unit):
+            nothing[i] = 0
+        for r in T.unroll(ROWS_PER_BLOCK):
+            padding[r] = 0
+            if first + r < rows:
+                padding[r] = pos_to_expert[first + r]
+        for r in T.unroll(ROWS_PER_BLOCK):
+            if padding[r] < 0:
+                if wide != 0:
+                    if columns % per_unit == 0:
+                        for i in T.serial((units + threads - 1) // threads):
+                            if i * threads + thread < units:
+                                for j in T.vectorized(per_unit):
+                                    out[first + r, (i * threads + thread) * per_unit + j] = nothing[j]
+                else:
+                    for i in T.unroll((columns + threads - 1) // threads, unroll_factor=1):
+                        if i * threads + thread < columns:
+                            out[first + r, i * threads + thread] = nothing[0]
+            if sf_columns > 0:
+                if padding[r] < 0 or (first + r >= rows and first + r < sf_rows):
+                    for i in T.serial((sf_columns + threads - 1) // threads):
+                        if i * threads + thread < sf_columns:
+                            sf_out[first + r, i * threads + thread] = 0
+
+    return clear

@@ -5,7 +5,7 @@ import tilelang.language as T
 from tk_serving.quant.kernels.formats import OCTET, bits_of, fmax, octet_writer, stored_as
 from tk_serving.quant.kernels.scales import STORED, default_floor, mode_of, scale_rule
 from tk_serving.quant.kernels.sources import block_factor, source
-from tk_serving.quant.kernels.tiles import HALVES, WARPS, first_octet, first_row, grid, group_scales, sf_tensor
+from tk_serving.quant.kernels.tiles import HALVES, WARPS, first_octet, first_row, grid, group_scales, max_of_row, sf_tensor
 from tk_serving.quant.scales import COLUMN, E4M3_COLUMN, PACKED
 
 
@@ -144,15 +144,7 @@ def by_token(x, x_sf, x_block, fmt, layout, round_sf, with_data, warps, held, al
                         read.load(values, row, octet + k * lanes, raw, 0)
                         load_factor(values_sf, row, octet + k * lanes, factor, 0)
                         maximum(raw, factor, 0, amax)
-            for step in T.unroll(5):
-                amax[0] = fmax(amax[0], T.shfl_xor(amax[0], 1 << step))
-            if warps > 1:
-                shared = T.alloc_shared((warps,), "float32")
-                if thread % 32 == 0:
-                    shared[thread // 32] = amax[0]
-                T.sync_threads()
-                for w in T.unroll(warps):
-                    amax[0] = fmax(amax[0], shared[w])
+            max_of_row(amax, thread, warps)
             rule(amax[0], T.float32(floor), scale, inverse)
             if octet == 0:
                 if column_major:

@@ -34,6 +34,20 @@ def first_octet(bx, thread):
     return bx * OCTETS + thread % 32
 
 
+@T.macro
+def max_of_row(amax, thread, warps):
+    """amax[0] becomes the maximum over the ``warps`` warps of a row: over the warp alone, or over the block."""
+    for step in T.unroll(5):
+        amax[0] = fmax(amax[0], T.shfl_xor(amax[0], 1 << step))
+    if warps > 1:
+        shared = T.alloc_shared((warps,), "float32")
+        if thread % 32 == 0:
+            shared[thread // 32] = amax[0]
+        T.sync_threads()
+        for w in T.unroll(warps):
+            amax[0] = fmax(amax[0], shared[w])
+
+
 def sf_tensor(layout, rows, blocks, stride):
     """Annotation of the scale output."""
     if layout in (COLUMN, PACKED, E4M3_COLUMN):

@@ -1,0 +1,149 @@
+"""Compiling the generated CUDA of many launches at once, and what the compiler says about each.
+
+The headers cost nvcc more than a kernel does, so the kernels of one operator are compiled as one file. Results are
+kept by content below .cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+
+from tk_serving.compile import cache, kernels
+from tk_serving.compile.targets import PASS_CONFIGS
+from tk_serving.operator import Operator
+from tk_serving.plan import Launch
+from tk_serving.workloads import Maker
+
+FOLDER = pathlib.Path(__file__).parents[2] / ".cache" / "ring2"
+
+_FUNCTION = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\([^;{]*\);')
+_EXTERN_SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?[\w: ]+? (\w+)\[\];")
+_ATOMIC = re.compile(r"\b(?:tl::)?[Aa]tomic_?[A-Za-z]\w*\s*[(<]")
+_INCLUDE = re.compile(r"(?m)^\s*#\s*include.*$")
+_PTXAS = re.compile(
+    r"Function properties for (\w+)\s*\n\D*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+)
+
+
+def case_launches(op: Operator) -> list[Launch]:
+    """The distinct launches of the small cases."""
+    found: dict[Launch, None] = {}
+    for case in op.cases:
+        found |= dict.fromkeys(op.plan(*op.bind(*op.inputs(Maker("cpu"), **case))).launches)
+    return list(found)
+
+
+def production_launches(op: Operator) -> list[Launch]:
+    """The distinct launches of the real models' shapes."""
+    return list(op.shape_classes())
+
+
+@functools.cache
+def nvcc() -> str | None:
+    return shutil.which("nvcc", path=os.pathsep.join(filter(None, [os.path.join(os.environ.get("CUDA_HOME", ""), "bin"), os.environ["PATH"]])))
+
+
+@functools.cache
+def _nvcc_version() -> str:
+    return subprocess.run([nvcc(), "--version"], capture_output=True, text=True).stdout
+
+
+def measure(launches: Sequence[Launch], arch: str) -> dict[str, dict]:
+    """For each launch: atomics that the builder wrote and that the CUDA has, bytes of stack frame and of spills.
+
+    Raises:
+        AssertionError: a kernel does not compile; the message is the compiler's.
+    """
+    known: dict[str, dict] = {}
+    texts: dict[str, str] = {}
+    for launch in launches:
+        file = _file(cache.digest(launch, arch), _nvcc_version())
+        if file.is_file():
+            known[str(launch)] = json.loads(file.read_text())
+            continue
+        prim_func = launch.prim_func()
+        texts[str(launch)] = cuda = kernels.cuda_source(launch, arch)
+        known[str(launch)] = {"written": _count(prim_func.script()), "generated": _count(cuda), "file": str(file)}
+    if texts:
+        for name, resources in _compile(texts, arch).items():
+            entry = known[name]
+            file = pathlib.Path(entry.pop("file"))
+            entry.update(resources)
+            _write(file, json.dumps(entry))
+    return known
+
+
+def _count(text: str) -> int:
+    return len(_ATOMIC.findall(text))
+
+
+def _compile(texts: dict[str, str], arch: str) -> dict[str, dict]:
+    """Stack frame and spills of every text, by ptxas, or by the cache of compiled texts."""
+    merged, symbols = _merge(texts)
+    file = _file(merged, arch, _nvcc_version())
+    if not file.is_file():
+        _write(file, json.dumps(_ptxas(merged, arch)))
+    reported = json.loads(file.read_text())
+    return {name: _sum([reported[s] for s in symbols[name]]) for name in texts}
+
+
+def _sum(parts: list[dict]) -> dict:
+    return {key: sum(part[key] for part in parts) for key in parts[0]}
+
+
+def _merge(texts: dict[str, str]) -> tuple[str, dict[str, list[str]]]:
+    """One file of several kernels, with names of their own, and the names of each."""
+    includes: dict[str, None] = {}
+    bodies, symbols = [], {}
+    for i, (name, text) in enumerate(texts.items()):
+        head = text[: _FUNCTION.search(text).start()]
+        includes |= dict.fromkeys(line.strip() for line in _INCLUDE.findall(head))
+        body = text[len(head) :]
+        names = dict.fromkeys(_FUNCTION.findall(body))
+        for local in (*names, *dict.fromkeys(_EXTERN_SHARED.findall(body))):
+            body = re.sub(rf"\b{local}\b", f"{local}_{i}", body)
+        symbols[name] = [f"{local}_{i}" for local in names]
+        label = name.replace('"', "'").replace("\\", "/")
+        bodies.append(f'#line 1 "{label}"\n{body}')
+    return "\n".join(["#define ENABLE_BF16", *includes, *bodies]), symbols
+
+
+def _ptxas(cuda: str, arch: str) -> dict[str, dict]:
+    from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = pathlib.Path(folder, "kernels.cu")
+        source.write_text(cuda)
+        command = [nvcc(), "--cubin", "-O3", f"-arch={arch}", "-std=c++20", "-w", "-Xptxas", "-v"]
+        command += ["-I", TILELANG_TEMPLATE_PATH, "-I", CUTLASS_INCLUDE_DIR, *PASS_CONFIGS["tl.device_compile_flags"]]
+        run = subprocess.run([*command, "-o", f"{folder}/kernels.cubin", source], capture_output=True, text=True)
+    output = run.stdout + run.stderr
+    assert run.returncode == 0, output[:4000]
+    return {name: {"stack": int(stack), "spill": int(stores) + int(loads)} for name, stack, stores, loads in _PTXAS.findall(output)}
+
+
+def _file(*key: str) -> pathlib.Path:
+    return FOLDER / (hashlib.sha256("\0".join(key).encode()).hexdigest()[:24] + ".json")
+
+
+def _write(file: pathlib.Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=file.parent)
+    with os.fdopen(handle, "w") as stream:
+        stream.write(text)
+    os.replace(temporary, file)
+
+
+def local_memory_reason(launch: Launch) -> str:
+    """Why this kernel may use local memory: ``LOCAL_MEMORY = {"<builder>": "<reason>"}`` in its module."""
+    builder = launch.builder
+    return getattr(__import__(builder.__module__, fromlist=["*"]), "LOCAL_MEMORY", {}).get(builder.__name__, "")

@@ -1,0 +1,108 @@
+"""Gradient of the router gate: one warp for each token, which reads the scores once and writes the row once.
+
+Lane k looks after slot k; every lane holds the gradients of every 32nd expert.
+"""
+
+import tilelang.language as T
+
+from tk_serving.moe.kernels.gate import TINY
+from tk_serving.moe.kernels.warp import fold_sum
+
+WARPS = 4
+
+
+def build(num_experts: int, num_topk: int, scoring: str, summed: bool):
+    """``summed``: a gradient of the normalised scores is added."""
+    rows = (num_experts + 31) // 32
+    tokens, sequences = T.dynamic("tokens"), T.dynamic("sequences")
+
+    @T.prim_func
+    def gate_backward(
+        scores: T.Tensor((tokens, num_experts), "float32"),
+        ids: T.Tensor((tokens, num_topk), "int64"),
+        weights: T.Tensor((tokens, num_topk), "float32"),
+        grad_weights: T.Tensor((tokens, num_topk), "float32"),
+        mask: T.Tensor((tokens,), "bool"),
+        grad_sum: T.Tensor((sequences, num_experts), "float32"),
+        out: T.Tensor((tokens, num_experts), "float32"),
+        factor: T.float32,
+        length: T.int32,
+    ):
+        with T.Kernel(T.ceildiv(tokens, WARPS), threads=32 * WARPS) as block:
+            thread = T.get_thread_binding()
+            lane = thread % 32
+            token = block * WARPS + thread // 32
+            u = T.alloc_local((rows,), "float32")
+            grad = T.alloc_local((rows,), "float32")
+            h = T.alloc_local((rows,), "float32")
+            id = T.alloc_local((1,), "int32")
+            source = T.alloc_local((1,), "int64")
+            total = T.alloc_local((1,), "float32")
+            weighted = T.alloc_local((1,), "float32")
+            slot = T.alloc_local((1,), "float32")
+            other = T.alloc_local((1,), "int32")
+            if token < tokens:
+                for j in T.unroll(rows):
+                    u[j] = 0
+                    grad[j] = 0
+                    if j * 32 + lane < num_experts:
+                        u[j] = scores[token, j * 32 + lane]
+
+                # The chosen experts.
+                id[0] = -1
+                slot[0] = 0
+                total[0] = 0
+                weighted[0] = 0
+                if lane < num_topk:
+                    source[0] = ids[token, lane]
+                    if source[0] >= T.int64(0) and source[0] < T.int64(num_experts):
+                        id[0] = T.cast(source[0], "int32")
+                        slot[0] = grad_weights[token, lane]
+                        total[0] = scores[token, id[0]]
+                        weighted[0] = slot[0] * weights[token, lane]
+                fold_sum(total)
+                fold_sum(weighted)
+                slot[0] = (factor * slot[0] - weighted[0]) / (total[0] + T.float32(TINY))
+                for k in T.unroll(num_topk):
+                    other[0] = T.shfl_sync(id[0], k)
+                    total[0] = T.shfl_sync(slot[0], k)
+                    for j in T.unroll(rows):
+                        if j * 32 + lane == other[0]:
+                            grad[j] = grad[j] + total[0]
+
+                # The normalised scores of the sequence.
+                if summed:
+                    if mask[token]:
+                        total[0] = 0
+                        weighted[0] = 0
+                        for j in T.unroll(rows):
+                            h[j] = 0
+                            if j * 32 + lane < num_experts:
+                                h[j] = grad_sum[T.truncdiv(token, length), j * 32 + lane]
+                            total[0] = total[0] + u[j]
+                            weighted[0] = weighted[0] + h[j] * u[j]
+                        fold_sum(total)
+                        fold_sum(weighted)
+                        for j in T.unroll(rows):
+                            grad[j] = grad[j] + (h[j] - weighted[0] / total[0]) / total[0]
+
+                # The score function.
+                if scoring == "softmax":
+                    weighted[0] = 0
+                    for j in T.unroll(rows):
+                        weighted[0] = weighted[0] + grad[j] * u[j]
+                    fold_sum(weighted)
+                for j in T.unroll(rows):
+                    if scoring == "softmax":
+                        grad[j] = u[j] * (grad[j] - weighted[0])
+                    elif scoring == "sigmoid":
+                        grad[j] = grad[j] * (u[j] * (T.float32(1) - u[j]))
+                    else:
+                        total[0] = -T.call_extern("float32", "expm1f", -u[j] * u[j])
+                        grad[j] = T.if_then_else(
+                            u[j] == T.float32(0), T.float32(0), grad[j] * (total[0] / (T.float32(2) * u[j]))
+                        )
+                    if j * 32 + lane < num_experts:
+                        out[token, j * 32 + lane] = grad[j]
+
+    return gate_backward
