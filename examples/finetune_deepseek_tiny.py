@@ -141,6 +141,8 @@ def main(
     tolerance: Annotated[float, typer.Option(help="allowed mean difference of the losses, relative")] = 0.02,
 ) -> None:
     """Train twice, compare, and fail if the curves differ."""
+    if device == "cpu":
+        torch.set_num_threads(1)  # tensors this small are not worth sharing
     data = batches(steps, batch, length, device)
     runs: dict[str, Run] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

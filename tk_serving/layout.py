@@ -1,6 +1,7 @@
 """Which load path a tensor allows."""
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 WORD = 16
 
@@ -10,7 +11,7 @@ def aligned(*tensors: Tensor | None) -> bool:
 
     Tensors without storage (fake, meta) count by their strides alone.
     """
-    return all(_address(t) % WORD == 0 and _strides(t) for t in tensors if t is not None)
+    return all(address(t) % WORD == 0 and _strides(t) for t in tensors if t is not None)
 
 
 def _strides(tensor: Tensor) -> bool:
@@ -18,8 +19,6 @@ def _strides(tensor: Tensor) -> bool:
     return all(size <= 1 or stride * tensor.itemsize % WORD == 0 for size, stride in sizes)
 
 
-def _address(tensor: Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # a fake tensor
-        return 0
+def address(tensor: Tensor) -> int:
+    """Where the data start; 0 for a tensor without storage (fake, meta)."""
+    return 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()

@@ -241,7 +241,7 @@ def operator(
     verify: Callable[..., None] | None = None,
     aliases: Sequence[str] = (),
     peers: Sequence[str] = (),
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[Callable[..., Any]], Any]:
     """Declare the operator whose torch reference is the decorated function.
 
     Args:

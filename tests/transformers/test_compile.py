@@ -16,14 +16,14 @@ def fresh():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("name", ["v2-groups", "v3", "v4"])
-def test_inference(name, make, tokens):
-    model = make(name, torch.bfloat16).eval()
+@pytest.mark.parametrize(("name", "dtype"), [("v2-groups", torch.float32), ("v3", torch.float32), ("v4", torch.bfloat16)])
+def test_inference(name, dtype, make, tokens):
+    model = make(name, dtype).eval()
     with torch.no_grad(), apply(model, strict=True):
         eager = model(tokens, use_cache=False).logits
         dispatch.reset_counters()
         compiled = torch.compile(model, backend="eager")(tokens, use_cache=False).logits
-    torch.testing.assert_close(compiled, eager)
+    assert off(compiled, eager) < (1e-5 if dtype == torch.float32 else 0.15)
     assert {"swiglu_forward", "reduce_fused", "norm_forward"} <= {row["operator"] for row in dispatch.counters()}
 
 

@@ -150,8 +150,6 @@ class TestFP8:
         from transformers.integrations.finegrained_fp8 import FP8Experts
         from transformers.integrations.moe import use_experts_implementation
 
-        from tk_serving.quant import per_block_cast
-
         config = make("v4", hidden_size=128, moe_intermediate_size=256).config
         config._experts_implementation_internal = "eager"
         torch.manual_seed(0)
@@ -160,9 +158,9 @@ class TestFP8:
         with torch.no_grad():
             for name in ("gate_up_proj", "down_proj"):
                 weight, scale = getattr(experts, name), getattr(experts, f"{name}_scale_inv")
-                for expert in range(16):
-                    values = torch.randn(weight.shape[1:]) * 0.05
-                    weight[expert], scale[expert] = per_block_cast(values, "e4m3", (128, 128))
+                blocks = torch.randn(16, weight.shape[1] // 128, 128, weight.shape[2] // 128, 128) * 0.05
+                scale.copy_(blocks.abs().amax(dim=(2, 4)) / 448)
+                weight.copy_((blocks / scale[:, :, None, :, None]).view(weight.shape))
         yield experts.requires_grad_(False)
         FP8Experts.forward, FP8Experts.__init__ = forward, init
 
@@ -173,7 +171,7 @@ class TestFP8:
         def values(name, e):
             scale = getattr(experts, f"{name}_scale_inv")[e].float()
             weight = getattr(experts, name)[e].float()
-            return weight * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0]]
+            return weight * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
 
         out = torch.zeros(len(x), x.shape[1])
         for t in range(len(x)):

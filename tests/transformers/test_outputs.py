@@ -91,11 +91,13 @@ def test_generation_gives_the_same_tokens(name, make, tokens):
 
 def test_autocast(make, step):
     model = make("v3")
+    truth = step(model)
     with torch.autocast("cpu", torch.bfloat16):
         stock = step(model)
         with apply(model):
             patched = step(model)
-    assert off(patched.logits, stock.logits) < 0.03
+    assert patched.logits.dtype == stock.logits.dtype == torch.bfloat16
+    assert off(patched.logits, truth.logits) < 2 * off(stock.logits, truth.logits)
 
 
 class TestLeft:
@@ -121,7 +123,7 @@ class TestLeft:
         assert "6 calls left to transformers" in str(handle.report())
 
     def test_widths_that_the_operator_refuses(self, make, tokens):
-        model = make("v3", intermediate_size=80).eval()
+        model = make("v3", intermediate_size=84).eval()
         with torch.no_grad():
             stock = model(tokens).logits
             with apply(model, ops=["swiglu"]) as handle:

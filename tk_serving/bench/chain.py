@@ -125,18 +125,18 @@ def _norm(residual: bool, out_bf16: bool) -> Part:
 
 def _boundary(sublayer: str, out_bf16: bool) -> Step:
     """End of one sublayer and start of the next in a model with hyper-connections."""
-    parts = (Part("mhc_post"), Part("mhc_pre_big_fuse"), _norm(False, out_bf16))
-    return Step(f"hyper-connections, norm and cast before {sublayer}", parts, {"vllm": "mhc_boundary"})
+    part = Part("mhc_post_pre_fused", arguments=lambda layer, make: {"with_out_bf16": out_bf16})
+    return Step(f"hyper-connections, norm and cast before {sublayer}", (part,))
 
 
 _EXPERTS = (
     Step(
-        "experts: mapping, expand, SwiGLU and cast, reduce",
+        "experts: mapping, expand, SwiGLU and cast, reduce with the shared expert",
         (
             Part("get_fused_mapping", arguments=_mapping_arguments),
             Part("expand_to_fused_with_sf", arguments=_expand_arguments),
             Part("swiglu_forward_and_per_token_cast", rows=lambda layer: layer.rows, arguments=_swiglu_arguments),
-            Part("reduce_fused", arguments=_reduce_arguments),
+            Part("reduce_fused_add", arguments=_reduce_arguments),
         ),
         {"vllm": "experts"},
     ),

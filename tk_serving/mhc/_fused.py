@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tk_serving.expect import Expect
@@ -14,8 +13,8 @@ from tk_serving.mhc import _partials, _pre
 from tk_serving.mhc._math import inverse_rms, wide
 from tk_serving.mhc._shapes import BF16, F32, MIXES, MULT, count, lead
 from tk_serving.mhc.mhc_post import mhc_post
-from tk_serving.mhc.mhc_pre_big_fuse import mhc_pre_big_fuse
 from tk_serving.mhc.mhc_pre_apply_mix import mhc_pre_apply_mix
+from tk_serving.mhc.mhc_pre_big_fuse import mhc_pre_big_fuse
 from tk_serving.operator import Launch, Out, Plan, Quantized
 from tk_serving.quant import casting, scales
 from tk_serving.quant.per_token_cast import per_token_cast
@@ -148,7 +147,9 @@ class Step:
         first = 1 if self.update else 0
         x, post, comb = self.update or (None, None, None)
         gathered = not self.delayed
-        kept = not gathered and self.norm_weight is None and self.fmt is None  # the pass over the streams writes the input
+        kept = (
+            not gathered and self.norm_weight is None and self.fmt is None
+        )  # the pass over the streams writes the input
         raw = first + 2 if kept else at + 2
         store = self.store and not kept
 
@@ -184,9 +185,7 @@ class Step:
             )
 
         source = _partials.NONE if gathered else _partials.FIRST if self.pre_mix is None else _partials.MIXED
-        values = _pre.Values(
-            self.rms_eps, self.pre_eps, self.sinkhorn_eps, self.post_mult, self.repeat, self.norm_eps
-        )
+        values = _pre.Values(self.rms_eps, self.pre_eps, self.sinkhorn_eps, self.post_mult, self.repeat, self.norm_eps)
         return (
             _partials.launch(size, MIXES, splits, stream_pass, update=self.update is not None, next_input=source),
             _pre.finish(
@@ -247,5 +246,11 @@ class Step:
     def results(self, flat: Sequence[Tensor]) -> LayerInput | UpdatedLayerInput:
         """The public result from the tensors of the schema, absent ones being placeholders."""
         *updated, post, comb, row, data, sf, pre = flat
-        given = (post, comb, row if self.store else None, (data, sf) if self.fmt else None, pre if self.delayed else None)
+        given = (
+            post,
+            comb,
+            row if self.store else None,
+            (data, sf) if self.fmt else None,
+            pre if self.delayed else None,
+        )
         return UpdatedLayerInput(*updated, *given) if self.update else LayerInput(*given)

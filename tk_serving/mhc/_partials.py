@@ -101,7 +101,14 @@ def launch(
 
     ``update``: first update the streams after a sublayer, from x, post and comb to ``updated``.
     """
-    config = {"hidden": size, "mixes": mixes, "splits": splits, "fold": fold, "update": update, "next_input": next_input}
+    config = {
+        "hidden": size,
+        "mixes": mixes,
+        "splits": splits,
+        "fold": fold,
+        "update": update,
+        "next_input": next_input,
+    }
 
     def arguments(outs: Sequence[Tensor], *args: Any) -> tuple:
         t = tensors(outs, *args)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tk_serving.expect import Expect
-from tk_serving.layout import aligned
+from tk_serving.layout import address, aligned
 from tk_serving.operator import Existing, Out
 
 MULT = 4
@@ -58,7 +58,9 @@ def mult(expect: Expect, argument: str, value: int) -> None:
     expect.that(value == MULT, argument, f"{MULT}", value)
 
 
-def result(expect: Expect, argument: str, out: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Out | Existing:
+def result(
+    expect: Expect, argument: str, out: Tensor | None, shape: Sequence[int], dtype: torch.dtype
+) -> Out | Existing:
     """The slot of a result that the caller may own."""
     if out is None:
         return Out(tuple(shape), dtype)
@@ -68,7 +70,7 @@ def result(expect: Expect, argument: str, out: Tensor | None, shape: Sequence[in
 
 
 def owned(number: int) -> Callable[..., Any]:
-    """``finish`` of an operator whose last ``number`` arguments are the tensors that the caller may own for its results."""
+    """``finish`` of an operator whose last ``number`` arguments are its results, where the caller owns them."""
 
     def finish(results: Any, *args: Any) -> Any:
         if number == 1:
@@ -92,8 +94,7 @@ def rows(tensor: Tensor, *tail: int) -> Tensor:
 
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two dense tensors share memory; False where they have none (fake tensors)."""
-    try:
-        first, second = a.data_ptr(), b.data_ptr()
-    except RuntimeError:
+    first, second = address(a), address(b)
+    if not first or not second:
         return False
     return first < second + b.numel() * b.itemsize and second < first + a.numel() * a.itemsize

@@ -138,14 +138,14 @@ class _Expand(torch.autograd.Function):
 
 class _NormFn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, residual: Tensor, fn: Tensor, norm_weight: Tensor | None, eps: float, n_splits: int) -> Tensor:
+    def forward(
+        ctx: Any, residual: Tensor, fn: Tensor, norm_weight: Tensor | None, eps: float, n_splits: int
+    ) -> Tensor:
         mul, sqr = mhc_pre_norm_gemm(residual, fn, norm_weight, n_splits)
         splits, tokens, mixes = mul.shape
         size = fn.shape[1]
         out_mul, sqrsum, out = mul.new_empty(tokens, 1, mixes), sqr.new_empty(tokens, 1), mul.new_empty(tokens, mixes)
-        mhc_reduce_partials_and_rmsnorm_fwd(
-            mul.unsqueeze(2), sqr.unsqueeze(2), out_mul, sqrsum, out, size, eps, splits
-        )
+        mhc_reduce_partials_and_rmsnorm_fwd(mul.unsqueeze(2), sqr.unsqueeze(2), out_mul, sqrsum, out, size, eps, splits)
         ctx.save_for_backward(residual, fn, norm_weight, out_mul, sqrsum)
         ctx.parameters = (fn, norm_weight)
         ctx.eps = eps

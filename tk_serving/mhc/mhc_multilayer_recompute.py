@@ -73,7 +73,9 @@ def _launch(size: int, start: int, layers: int, updates: int) -> Launch:
             )
         return tuple(flat)
 
-    return Launch("mhc.recompute", {"hidden": size, "layers": layers, "last_update": updates >= start + layers}, arguments)
+    return Launch(
+        "mhc.recompute", {"hidden": size, "layers": layers, "last_update": updates >= start + layers}, arguments
+    )
 
 
 def _inputs(make: Maker, *, tokens: int, hidden: int, layers: int = 10, last_update: bool = False) -> tuple:

@@ -22,9 +22,7 @@ def _plan(
     lead(_expect, "post_layer_mix", post_layer_mix, F32, MULT, 1, like=tokens)
     lead(_expect, "comb_res_mix", comb_res_mix, F32, MULT, MULT, like=tokens)
     lead(_expect, "d_o", d_o, BF16, MULT, size, like=tokens)
-    _expect.same_device(
-        x=x, residual=residual, post_layer_mix=post_layer_mix, comb_res_mix=comb_res_mix, d_o=d_o
-    )
+    _expect.same_device(x=x, residual=residual, post_layer_mix=post_layer_mix, comb_res_mix=comb_res_mix, d_o=d_o)
     outputs = (
         Out(tuple(x.shape), BF16),
         Out(tuple(residual.shape), BF16),

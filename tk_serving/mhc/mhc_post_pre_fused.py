@@ -4,9 +4,9 @@ from torch import Tensor
 
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
-from tk_serving.mhc import mhc_pre_fused as pre_form
 from tk_serving.mhc._fused import Step, UpdatedLayerInput
 from tk_serving.mhc._shapes import BF16, MULT
+from tk_serving.mhc.mhc_pre_fused import mhc_pre_fused, serving_form
 from tk_serving.operator import Plan, Quantized, operator
 from tk_serving.workloads import Maker, serving
 
@@ -22,7 +22,7 @@ def _plan(*args: object) -> Plan:
 
 
 def _inputs(make: Maker, *, tokens: int, hidden: int, **form: object) -> tuple:
-    residual, *rest = pre_form._inputs(make, tokens=tokens, hidden=hidden, **form)
+    residual, *rest = mhc_pre_fused.operator.inputs(make, tokens=tokens, hidden=hidden, **form)
     x = make.randn(tokens, hidden, dtype=BF16)
     return x, residual, make.rand(tokens, MULT, 1), make.rand(tokens, MULT, MULT), *rest
 
@@ -32,7 +32,7 @@ def _inputs(make: Maker, *, tokens: int, hidden: int, **form: object) -> tuple:
     phase="inference",
     plan=_plan,
     inputs=_inputs,
-    equality=(BITWISE, pre_form.MIX, pre_form.MIX, pre_form.ROW, pre_form.CODES, pre_form.CODES, pre_form.MIX),
+    equality=(BITWISE, *mhc_pre_fused.operator.equality),
     finish=lambda flat, *args: _step(*args).results(flat),
     cases=[
         {"tokens": 0, "hidden": 128},
@@ -41,7 +41,7 @@ def _inputs(make: Maker, *, tokens: int, hidden: int, **form: object) -> tuple:
         {"tokens": 7, "hidden": 192, "splits": 2, "fmt": "e4m3", "column_major": True, "with_bf16": True},
         {"tokens": 3, "hidden": 192, "splits": 2, "fmt": "e4m3", "npc": 32, "delayed": True, "first": True},
     ],
-    workloads=serving(pre_form.serving_form),
+    workloads=serving(serving_form),
     peers=["vllm", "sglang"],
 )
 def mhc_post_pre_fused(

@@ -38,7 +38,11 @@ def _plan(grad_out: Tensor, x: Tensor, mix: Tensor, x_grad: Tensor | None, mix_g
 
 
 def _inputs(make: Maker, *, tokens: int, hidden: int) -> tuple:
-    return make.randn(tokens, hidden, dtype=BF16), make.randn(tokens, MULT, hidden, dtype=BF16), make.rand(tokens, MULT, 1)
+    return (
+        make.randn(tokens, hidden, dtype=BF16),
+        make.randn(tokens, MULT, hidden, dtype=BF16),
+        make.rand(tokens, MULT, 1),
+    )
 
 
 @operator(

@@ -35,7 +35,11 @@ def _plan(
     _pre.check_gates(_expect, mhc_scale, mhc_base, sinkhorn_repeat)
     _expect.same_device(residual=residual, mhc_scale=mhc_scale, mhc_base=mhc_base)
     splits = _partials.num_splits(size, MIXES, n_splits)
-    outputs = (*_pre.mix_outputs(tokens), Out((*tokens, size), BF16), Out((*tokens, MULT, 1), F32) if with_pre_mix else None)
+    outputs = (
+        *_pre.mix_outputs(tokens),
+        Out((*tokens, size), BF16),
+        Out((*tokens, MULT, 1), F32) if with_pre_mix else None,
+    )
     launches: tuple[Launch, ...] = (
         _partials.launch(
             size,

@@ -50,7 +50,9 @@ def _plan(
     return Plan((Out((*tokens, mixes), F32),), (product, scale) if count(tokens) else (), scratch)
 
 
-def _inputs(make: Maker, *, tokens: int, hidden: int, mixes: int = MIXES, folded: bool = False, splits: int = 16) -> tuple:
+def _inputs(
+    make: Maker, *, tokens: int, hidden: int, mixes: int = MIXES, folded: bool = False, splits: int = 16
+) -> tuple:
     fn = make.randn(mixes, MULT * hidden, scale=(MULT * hidden) ** -0.5)
     weight = make.rand(MULT * hidden) if folded else None
     return make.randn(tokens, MULT, hidden, dtype=BF16), fn, weight, 1e-6, True, splits

@@ -29,7 +29,9 @@ def _plan(residual: Tensor, mhc_fn: Tensor, mhc_norm_weight: Tensor | None, n_sp
     return Plan(_partials.outputs(splits, count(tokens), mixes), (launch,) if count(tokens) else ())
 
 
-def _inputs(make: Maker, *, tokens: int, hidden: int, mixes: int = MIXES, folded: bool = False, splits: int = 16) -> tuple:
+def _inputs(
+    make: Maker, *, tokens: int, hidden: int, mixes: int = MIXES, folded: bool = False, splits: int = 16
+) -> tuple:
     fn = make.randn(mixes, MULT * hidden, scale=(MULT * hidden) ** -0.5)
     weight = make.rand(MULT * hidden) if folded else None
     return make.randn(tokens, MULT, hidden, dtype=BF16), fn, weight, splits

@@ -27,9 +27,7 @@ def _plan(
     tokens = lead(_expect, "input_mixes", input_mixes, F32, MIXES)
     _expect.tensor("mhc_scale", mhc_scale, F32, (3,))
     _expect.tensor("mhc_base", mhc_base, F32, (MIXES,))
-    _expect.same_device(
-        input_mixes=input_mixes, mhc_scale=mhc_scale, mhc_base=mhc_base, pre=pre, post=post, comb=comb
-    )
+    _expect.same_device(input_mixes=input_mixes, mhc_scale=mhc_scale, mhc_base=mhc_base, pre=pre, post=post, comb=comb)
     slots = (
         result(_expect, "pre", pre, (*tokens, MULT, 1), F32),
         result(_expect, "post", post, (*tokens, MULT, 1), F32),

@@ -42,7 +42,15 @@ def _plan(
 
 def _inputs(make: Maker, *, tokens: int, groups: int = 1, size: int = MULT * 4096) -> tuple:
     mul, sqr = make.randn(tokens, groups, MIXES), make.rand(tokens, groups)
-    return make.randn(tokens, MIXES), mul, sqr, make.randn(tokens, groups, MIXES), make.randn(tokens, groups), size, 1e-6
+    return (
+        make.randn(tokens, MIXES),
+        mul,
+        sqr,
+        make.randn(tokens, groups, MIXES),
+        make.randn(tokens, groups),
+        size,
+        1e-6,
+    )
 
 
 @operator(

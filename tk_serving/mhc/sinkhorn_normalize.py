@@ -15,7 +15,9 @@ _expect = Expect("sinkhorn_normalize")
 def _plan(x: Tensor, repeat: int, eps: float, out: Tensor | None) -> Plan:
     tokens = lead(_expect, "x", x, F32, MULT, MULT)
     _expect.at_least("repeat", repeat, 1)
-    launch = Launch("mhc.sinkhorn", {}, lambda outs, x, repeat, eps, _: (rows(x.view(-1)), outs[0].view(-1), repeat, eps))
+    launch = Launch(
+        "mhc.sinkhorn", {}, lambda outs, x, repeat, eps, _: (rows(x.view(-1)), outs[0].view(-1), repeat, eps)
+    )
     return Plan((result(_expect, "out", out, x.shape, F32),), (launch,) if count(tokens) else ())
 
 

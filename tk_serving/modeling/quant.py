@@ -18,7 +18,7 @@ def swiglu(x: Tensor, *, clamp_value: float | None = None, row_weights: Tensor |
     """``silu(gate) * up``, times a weight of the row if given; float32 inside, rounded once.
 
     Args:
-        x: bfloat16 or float32 [N, 2H], contiguous, gate left of up; H a multiple of 128.
+        x: bfloat16 or float32 [N, 2H], contiguous, gate left of up; H a multiple of 8.
         clamp_value: limits the gate from above and up on both sides; their gradients are zero outside.
         row_weights: float32 [N].
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from tk_serving.compare import BITWISE, Close
+from tk_serving.compare import BITWISE, Close, Equality
 from tk_serving.expect import Expect
+from tk_serving.moe import _contents
 from tk_serving.workloads import Maker
 
 MAX_EXPERTS = 4096
@@ -15,8 +18,14 @@ SCORING = ("sigmoid", "sqrtsoftplus", "softmax")
 LARGEST = torch.finfo(torch.float32).max
 TINY = 1e-20
 
-IDS = BITWISE
-WEIGHTS = Close(1.3e-6, 1e-5)
+
+@dataclass(frozen=True)
+class Routing(Equality):
+    """The same ids, and weights within [T: 1.3e-6/1e-5]."""
+
+    def _values(self, actual: Tensor, expected: Tensor) -> str | None:
+        rule = Close(1.3e-6, 1e-5) if actual.is_floating_point() else BITWISE
+        return rule.difference(actual, expected)
 
 
 # -- stages of the reference ------------------------------------------------------------------------------------
@@ -168,6 +177,23 @@ def check(
     return tokens, experts, shared
 
 
+def verify(
+    expect: Expect,
+    logits: Tensor,
+    fix_routing_mask: Tensor | None,
+    to_physical_map: Tensor | None,
+    logical_count: Tensor | None,
+    unmapped_topk_idx: Tensor | None,
+) -> None:
+    """Check the contents that both gates read as indices."""
+    if fix_routing_mask is not None and unmapped_topk_idx is not None:
+        _contents.below(expect, "unmapped_topk_idx", unmapped_topk_idx[fix_routing_mask], logits.shape[1])
+    if to_physical_map is not None and logical_count is not None:
+        copies = to_physical_map.shape[1]
+        _contents.below(expect, "logical_count", logical_count, copies + 1)
+        _contents.below(expect, "to_physical_map", to_physical_map, logits.shape[1] + copies - 1)
+
+
 OPTIONAL = (
     *("bias", "image_bias", "image_token_mask", "mask", "fix_routing_mask", "force_random", "hash_table", "token_ids"),
     *("to_physical_map", "logical_count", "unmapped_topk_idx", "scores"),
@@ -188,6 +214,7 @@ def arguments(
     ep_rank: int,
     num_physical: int,
     ranks: tuple[int, int, int] = (1, 0, 1),
+    /,
     **tensors: Tensor | None,
 ) -> tuple:
     """Run-time arguments of the kernel; ``ranks`` = experts per rank, tensor-parallel rank, number of those ranks."""

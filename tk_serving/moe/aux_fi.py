@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
-from tk_serving.moe import _counting
+from tk_serving.moe import _contents, _counting
 from tk_serving.operator import Plan, operator
 from tk_serving.workloads import Maker, serving
 
@@ -22,6 +22,10 @@ def _divisor(topk_idx: Tensor, num_experts: int, num_aux_topk: int) -> float:
     return float(topk_idx.shape[0] * num_aux_topk)
 
 
+def _verify(topk_idx: Tensor, num_experts: int, _: int) -> None:
+    _contents.below(_expect, "topk_idx", topk_idx, num_experts)
+
+
 def _inputs(make: Maker, *, tokens: int, topk: int, experts: int) -> tuple:
     return make.randint(-2, experts + 2, tokens, topk), experts, topk
 
@@ -31,6 +35,7 @@ def _inputs(make: Maker, *, tokens: int, topk: int, experts: int) -> tuple:
     phase="fine-tuning",
     plan=_plan,
     inputs=_inputs,
+    verify=_verify,
     equality=BITWISE,
     cases=[
         {"tokens": 0, "topk": 8, "experts": 8},

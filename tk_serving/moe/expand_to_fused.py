@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
-from tk_serving.moe import _fused
+from tk_serving.moe import _contents, _fused
 from tk_serving.operator import Launch, Out, Plan, operator
 from tk_serving.workloads import Maker, serving
 
@@ -32,6 +32,10 @@ def _arguments(out: Sequence[Tensor], x: Tensor, token_topk_to_pos: Tensor, pos_
     )
 
 
+def _verify(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> None:
+    _contents.one_pair_for_each_row(_expect, token_topk_to_pos, pos_to_expert)
+
+
 def _inputs(
     make: Maker, *, tokens: int, hidden: int, topk: int, experts: int = 8, alignment: int = 4, dtype: str = "bfloat16"
 ) -> tuple:
@@ -44,6 +48,7 @@ def _inputs(
     phase="inference",
     plan=_plan,
     inputs=_inputs,
+    verify=_verify,
     equality=BITWISE,
     cases=[
         {"tokens": 0, "hidden": 64, "topk": 2},

@@ -8,7 +8,7 @@ from torch import Tensor
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
 from tk_serving.layout import aligned
-from tk_serving.moe import _fused
+from tk_serving.moe import _contents, _fused
 from tk_serving.moe.expand_to_fused_with_sf import expand_to_fused_with_sf
 from tk_serving.operator import Launch, Plan, Quantized, operator
 from tk_serving.quant import casting, samples, scales
@@ -68,6 +68,10 @@ def _arguments(
     return x, token_topk_to_pos, pos_to_expert, data, _fused.sf_words(out[1], column_major), _fused.is_wide(data)
 
 
+def _verify(x: Tensor, fmt: str, num_per_channels: int, positions: Tensor, pos_to_expert: Tensor, *_: bool) -> None:
+    _contents.one_pair_for_each_row(_expect, positions, pos_to_expert)
+
+
 def _inputs(
     make: Maker,
     *,
@@ -95,6 +99,7 @@ def _inputs(
     phase="inference",
     plan=_plan,
     inputs=_inputs,
+    verify=_verify,
     equality=BITWISE,
     cases=[
         {"tokens": 0, "hidden": 512, "topk": 2},
@@ -113,6 +118,7 @@ def _inputs(
             "npc": m.quant_group,
         }
     ),
+    peers=["vllm"],
 )
 def expand_to_fused_and_cast(
     x: Tensor,

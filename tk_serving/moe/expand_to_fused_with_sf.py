@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
-from tk_serving.moe import _fused
+from tk_serving.moe import _contents, _fused
 from tk_serving.operator import Launch, Out, Plan, Quantized, operator
 from tk_serving.workloads import Maker, serving
 
@@ -59,6 +59,10 @@ def _arguments(
     )
 
 
+def _verify(x: Quantized, num_per_channels: int, token_topk_to_pos: Tensor, pos_to_expert: Tensor, _: bool) -> None:
+    _contents.one_pair_for_each_row(_expect, token_topk_to_pos, pos_to_expert)
+
+
 def _inputs(
     make: Maker,
     *,
@@ -92,6 +96,7 @@ def _inputs(
     phase="inference",
     plan=_plan,
     inputs=_inputs,
+    verify=_verify,
     equality=BITWISE,
     cases=[
         {"tokens": 0, "hidden": 256, "topk": 2},

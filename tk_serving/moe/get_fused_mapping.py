@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
-from tk_serving.moe import _counting
+from tk_serving.moe import _contents, _counting
 from tk_serving.operator import Launch, Out, Plan, operator
 from tk_serving.workloads import Maker, serving
 
@@ -81,6 +81,10 @@ def _finish(
     return *(positions[:rows] for positions in flat[:3]), *flat[3:], counts
 
 
+def _verify(topk_idx: Tensor, num_experts: int, *_: int) -> None:
+    _contents.below(_expect, "topk_idx", topk_idx, num_experts)
+
+
 def _inputs(
     make: Maker,
     *,
@@ -105,6 +109,7 @@ def _inputs(
     phase="inference",
     plan=_plan,
     inputs=_inputs,
+    verify=_verify,
     finish=_finish,
     equality=BITWISE,
     cases=[

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
-from tk_serving.moe import _counting
+from tk_serving.moe import _contents, _counting
 from tk_serving.operator import Plan, operator
 from tk_serving.workloads import Maker, serving
 
@@ -16,6 +16,10 @@ def _plan(group_idx: Tensor, num_groups: int) -> Plan:
     return _counting.plan(_expect, "group_idx", group_idx, num_groups, None)
 
 
+def _verify(group_idx: Tensor, num_groups: int) -> None:
+    _contents.below(_expect, "group_idx", group_idx, num_groups)
+
+
 def _inputs(make: Maker, *, tokens: int, topk: int, groups: int) -> tuple:
     return make.randint(-2, groups + 2, tokens, topk), groups
 
@@ -25,6 +29,7 @@ def _inputs(make: Maker, *, tokens: int, topk: int, groups: int) -> tuple:
     phase="inference",
     plan=_plan,
     inputs=_inputs,
+    verify=_verify,
     equality=BITWISE,
     cases=[
         {"tokens": 0, "topk": 8, "groups": 8},

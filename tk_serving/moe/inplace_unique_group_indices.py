@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
+from tk_serving.moe import _contents
 from tk_serving.operator import Launch, Plan, operator
 from tk_serving.workloads import Maker, serving
 
@@ -21,6 +22,10 @@ def _plan(group_indices: Tensor, num_groups: int) -> Plan:
     return Plan((), (launch,) if tokens else ())
 
 
+def _verify(group_indices: Tensor, num_groups: int) -> None:
+    _contents.below(_expect, "group_indices", group_indices, num_groups)
+
+
 def _inputs(make: Maker, *, tokens: int, topk: int, groups: int) -> tuple:
     return make.randint(-2, groups + 2, tokens, topk), groups
 
@@ -30,6 +35,7 @@ def _inputs(make: Maker, *, tokens: int, topk: int, groups: int) -> tuple:
     phase="inference",
     plan=_plan,
     inputs=_inputs,
+    verify=_verify,
     mutates=["group_indices"],
     equality=BITWISE,
     cases=[

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
+from tk_serving.moe import _contents
 from tk_serving.operator import Launch, Out, Plan, operator
 from tk_serving.workloads import Maker, serving
 
@@ -30,6 +31,10 @@ def _plan(indices: Tensor, n: int, num_ep_ranks: int, tp_rank: int, num_tp_ranks
     return Plan((Out(shape, indices.dtype),), (launch,) if shape[0] else ())
 
 
+def _verify(indices: Tensor, n: int, *_: int) -> None:
+    _contents.below(_expect, "indices", indices, n)
+
+
 def _inputs(
     make: Maker, *, tokens: int, topk: int, n: int, ep: int, tp_rank: int, tp: int, dtype: torch.dtype = torch.int64
 ) -> tuple:
@@ -41,6 +46,7 @@ def _inputs(
     phase="inference",
     plan=_plan,
     inputs=_inputs,
+    verify=_verify,
     equality=BITWISE,
     cases=[
         {"tokens": 0, "topk": 8, "n": 16, "ep": 4, "tp_rank": 0, "tp": 2},

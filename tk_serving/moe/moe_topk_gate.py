@@ -1,12 +1,13 @@
 """Router gate without groups: biased top-k, or expert ids from a table of token ids."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tk_serving.expect import Expect
-from tk_serving.moe import _gating
+from tk_serving.moe import _contents, _gating
 from tk_serving.operator import Existing, Launch, Out, Plan, Quantized, operator
 from tk_serving.workloads import Maker, serving
 
@@ -167,6 +168,15 @@ def _finish(flat: tuple[Tensor, Tensor], *arguments: object) -> tuple[Tensor, Te
     return flat if out is None else (out[0], out[1])  # type: ignore[index]
 
 
+def _verify(logits: Tensor, *arguments: Any) -> None:
+    fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx = arguments[10:14]
+    _gating.verify(_expect, logits, fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx)
+    hash_table, token_ids = arguments[-2:]
+    if hash_table is not None:
+        _contents.below(_expect, "hash_table", hash_table, logits.shape[1])
+        _contents.below(_expect, "token_ids", token_ids, len(hash_table))
+
+
 def _inputs(
     make: Maker,
     *,
@@ -195,7 +205,7 @@ def _inputs(
         logits[0] = float("nan")
         logits[1, 3:] = -float("inf")
         logits[2, ::2] = float("inf")
-    map_and_count = (None, None)
+    map_and_count: tuple[Tensor | None, Tensor | None] = (None, None)
     if copies:
         map_and_count = _gating.physical_map(make, experts + shared, copies, experts + copies - 1)
 
@@ -225,9 +235,10 @@ def _inputs(
     phase="inference",
     plan=_plan,
     inputs=_inputs,
+    verify=_verify,
     finish=_finish,
     mutates=["unmapped_topk_idx", "out", "scores"],
-    equality=[_gating.IDS, _gating.WEIGHTS, _gating.IDS, _gating.IDS, _gating.WEIGHTS, _gating.WEIGHTS],
+    equality=_gating.Routing(),
     aliases=["moe_topk_gate_forward"],
     cases=[
         {"tokens": 0, "experts": 384, "topk": 6},

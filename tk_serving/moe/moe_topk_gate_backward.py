@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tk_serving.compare import Close
 from tk_serving.expect import Expect
-from tk_serving.moe import _gating
+from tk_serving.moe import _contents, _gating
 from tk_serving.operator import Existing, Launch, Out, Plan, operator
 from tk_serving.workloads import Maker, serving
 
@@ -84,6 +84,10 @@ def _finish(flat: Tensor, *arguments: object) -> object:
     return flat if arguments[8] is None else arguments[8]
 
 
+def _verify(scores: Tensor, topk_idx: Tensor, *_: object) -> None:
+    _contents.below(_expect, "topk_idx", topk_idx, scores.shape[1])
+
+
 def _inputs(
     make: Maker,
     *,
@@ -118,6 +122,7 @@ def _inputs(
     phase="fine-tuning",
     plan=_plan,
     inputs=_inputs,
+    verify=_verify,
     finish=_finish,
     mutates=["out"],
     equality=Close(1e-5, 1e-6),

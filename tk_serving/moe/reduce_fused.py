@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
-from tk_serving.moe import _combining, _fused
+from tk_serving.moe import _combining, _contents, _fused
 from tk_serving.operator import Plan, Quantized, operator
 from tk_serving.workloads import Maker, serving
 
@@ -53,6 +53,10 @@ def _finish(flat: Tensor, *arguments: object) -> object:
     return flat if arguments[5] is None else arguments[5]
 
 
+def _verify(x: Tensor | Quantized, topk_weights: Tensor | None, token_topk_to_pos: Tensor, *_: object) -> None:
+    _contents.below(_expect, "token_topk_to_pos", token_topk_to_pos, len(_combining.split(x)[0]))
+
+
 def _inputs(
     make: Maker,
     *,
@@ -91,6 +95,7 @@ def _inputs(
     phase="inference",
     plan=_plan,
     inputs=_inputs,
+    verify=_verify,
     finish=_finish,
     mutates=["out"],
     equality=BITWISE,

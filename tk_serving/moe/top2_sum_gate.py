@@ -1,6 +1,7 @@
 """Router gate with group-limited top-k."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,6 +143,11 @@ def _arguments(
     )
 
 
+def _verify(logits: Tensor, *arguments: Any) -> None:
+    fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx = arguments[-4:]
+    _gating.verify(_expect, logits, fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx)
+
+
 def _inputs(
     make: Maker,
     *,
@@ -167,7 +173,7 @@ def _inputs(
         logits[1, 3:] = -float("inf")
         logits[2, ::2] = float("inf")
     unmapped = make.randint(-2, experts + 2, tokens, topk) if fixed else None
-    map_and_count = (None, None)
+    map_and_count: tuple[Tensor | None, Tensor | None] = (None, None)
     if copies:
         map_and_count = _gating.physical_map(make, experts + shared, copies, experts + copies - 1)
     return (
@@ -185,8 +191,9 @@ def _inputs(
     phase="inference",
     plan=_plan,
     inputs=_inputs,
+    verify=_verify,
     mutates=["unmapped_topk_idx"],
-    equality=[_gating.IDS, _gating.WEIGHTS, _gating.IDS],
+    equality=_gating.Routing(),
     cases=[
         {"tokens": 0, "experts": 256, "topk": 8, "groups": 8, "kept": 4},
         {"tokens": 33, "experts": 256, "topk": 8, "groups": 8, "kept": 4},

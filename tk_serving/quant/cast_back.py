@@ -17,6 +17,7 @@ _expect = Expect("cast_back")
 def plan_cast_back(
     expect: Expect, x: Quantized, fmt: str, x_block_size: tuple[int, int], x_special_fmt: str | None
 ) -> Plan:
+    """The plan of a cast-back, for an operator whose checks are named by ``expect``."""
     expect.one_of("fmt", fmt, tuple(TARGETS))
     if x_special_fmt is not None:
         expect.one_of("x_special_fmt", x_special_fmt, ("e5m6",))
@@ -57,15 +58,8 @@ def _serving(model: Model) -> dict[str, object]:
     equality=BITWISE,
     cases=[
         {"tokens": 0, "hidden": 512, "source": "e4m3", "block": (1, 128)},
-        {
-            "tokens": 5,
-            "hidden": 576,
-            "source": "e4m3",
-            "block": (1, 128),
-            "layout": "column",
-            "values": "special",
-            "pad": 16,
-        },
+        {"tokens": 5, "hidden": 576, "source": "e4m3", "block": (1, 128), "layout": "column", "values": "special"},
+        {"tokens": 130, "hidden": 144, "source": "e4m3", "block": (128, 128), "pad": 16},
         {"tokens": 5, "hidden": 544, "source": "e2m1", "block": (1, 32), "layout": "packed", "fmt": "fp32"},
         {"tokens": 7, "hidden": 400, "source": "e4m3", "block": (3, 128), "fmt": "fp32"},
         {"tokens": 4, "hidden": 520, "source": "e5m6", "block": (1, 520), "values": "special"},
@@ -78,9 +72,9 @@ def cast_back(x: Quantized, fmt: str, x_block_size: tuple[int, int], x_special_f
     """Dequantise: code * sf in float32, rounded to the target.
 
     Args:
-        x: (data, sf). data: float8_e4m3fn [T, H], int8 e2m1 [T, H / 2] (H a multiple of 16), or uint8 e5m6 [T, 3 H / 2]
-            (H a multiple of 8); row-strided. sf: one scale for each block, float32, packed int32 or float8_e4m3fn, of any
-            strides.
+        x: (data, sf). data: float8_e4m3fn [T, H], int8 e2m1 [T, H / 2] (H a multiple of 16), or uint8 e5m6
+            [T, 3 H / 2] (H a multiple of 8); row-strided. sf: one scale for each block, float32, packed int32 or
+            float8_e4m3fn, of any strides.
         fmt: ``bf16`` or ``fp32``.
         x_block_size: (rows, columns) of a block; columns a multiple of 8, or at least H.
         x_special_fmt: ``e5m6`` if the data are.

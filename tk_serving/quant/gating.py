@@ -108,7 +108,18 @@ def launch(x: Tensor, rows: Rows, fmt: str, npc: int, layout: str, round_sf: boo
 
     def arguments(outputs: Sequence[Tensor | None], x: Tensor, *_: object) -> Sequence[Any]:
         data, sf = outputs if npc else (outputs[0], None)
-        return (x, rows.positions, weights, rows.experts, rows.psum, rows.counts, data, sf, *map(float, numbers[:3]), numbers[3])
+        return (
+            x,
+            rows.positions,
+            weights,
+            rows.experts,
+            rows.psum,
+            rows.counts,
+            data,
+            sf,
+            *map(float, numbers[:3]),
+            numbers[3],
+        )
 
     return Launch(kernel, config_, arguments)
 

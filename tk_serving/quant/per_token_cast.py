@@ -10,6 +10,7 @@ from tk_serving.quant.formats import FORMATS
 from tk_serving.workloads import serving
 
 _expect = Expect("per_token_cast")
+_PACKED = {"column_major": True, "round_sf": True, "packed": True}
 
 
 def _plan(
@@ -58,16 +59,38 @@ def _finish(results: Quantized, *args: object) -> Quantized:
         {"tokens": 0, "hidden": 512, "fmt": "e2m1", "npc": 32},
         {"tokens": 5, "hidden": 576, "fmt": "e4m3", "npc": 128, "values": "special"},
         {"tokens": 7, "hidden": 512, "fmt": "e4m3", "npc": 128, "column_major": True, "pad": 8, "values": "special"},
+        {"tokens": 130, "hidden": 144, "fmt": "e4m3", "npc": 64, "column_major": True, "values": "special"},
+        {"tokens": 6, "hidden": 1040, "fmt": "e4m3", "npc": 128, **_PACKED},
+        {"tokens": 131, "hidden": 96, "fmt": "e4m3", "npc": 32, **_PACKED},
         {
-            "tokens": 6,
-            "hidden": 1040,
+            "tokens": 4,
+            "hidden": 592,
+            "fmt": "e2m1",
+            "npc": 16,
+            "e4m3_sf": True,
+            "source": "float32",
+            "values": "special",
+        },
+        {"tokens": 3, "hidden": 1296, "fmt": "e4m3", "npc": 1296, "values": "special", **_PACKED},
+        {"tokens": 5, "hidden": 520, "fmt": "e5m6", "npc": 520, "values": "special"},
+        {
+            "tokens": 5,
+            "hidden": 544,
             "fmt": "e4m3",
             "npc": 128,
-            "column_major": True,
-            "round_sf": True,
-            "packed": True,
+            "source": "e2m1",
+            "block": (1, 32),
+            "x_layout": "packed",
         },
-        {"tokens": 9, "hidden": 96, "fmt": "e4m3", "npc": 32, "column_major": True, "round_sf": True, "packed": True},
+        {
+            "tokens": 5,
+            "hidden": 400,
+            "fmt": "e2m1",
+            "npc": 32,
+            "source": "e4m3",
+            "block": (3, 128),
+            "values": "special",
+        },
     ],
     workloads=serving(samples.activations),
     peers=["vllm", "sglang", "deepgemm", "tile_kernels"],

@@ -12,7 +12,7 @@ RARE = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-30, 448.0, -3.5
 
 
 def matrix(make: Maker, tokens: int, hidden: int, dtype: torch.dtype, values: str = "normal", pad: int = 0) -> Tensor:
-    """[T, H] with a row stride of H + ``pad``; ``special`` has zero rows and blocks, NaN, infinities, extremes, ties."""
+    """[T, H] with a row stride of H + ``pad``; ``special`` has zeros, NaN, infinities, extremes and ties."""
     x = make.randn(tokens, hidden + pad, dtype=dtype)
     if values == "special" and x.device.type != "meta" and tokens:
         rare = torch.tensor(RARE, device=x.device).to(dtype)

@@ -95,7 +95,8 @@ def read(sf: Tensor, blocks: int) -> Tensor:
     """float32 [M, Kb] scales of a tensor in any layout; the exponent bytes 0 and 255 are 2^-127 and NaN."""
     if sf.dtype != torch.int32:
         return sf.float()
-    exponents = sf.contiguous().view(torch.uint8)[:, :blocks].to(torch.int32)
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=sf.device)
+    exponents = (sf[..., None] >> shifts & 255).flatten(-2)[:, :blocks]
     bits = torch.where(exponents == 0, 1 << 22, exponents << 23)
     return torch.where(exponents == 255, torch.nan, bits.view(torch.float32))
 

@@ -66,7 +66,15 @@ def _inputs(
     cases=[
         {"tokens": 0, "hidden": 256},
         {"tokens": 5, "hidden": 1096, "dtype": "float32", "fmt": "fp32", "factor": 2.5},
-        {"tokens": 150, "hidden": 72, "psum": (3, 131, 131), "weighted": True, "factor": 1.5, "clamp": 0.5, "counted": True},
+        {
+            "tokens": 150,
+            "hidden": 72,
+            "psum": (3, 131, 131),
+            "weighted": True,
+            "factor": 1.5,
+            "clamp": 0.5,
+            "counted": True,
+        },
         {"tokens": 4, "hidden": 520, "clamp": 1.0},
     ],
     workloads=serving(lambda m: {"hidden": m.moe_intermediate_size, "clamp": m.swiglu_limit}),
@@ -86,7 +94,7 @@ def swiglu_forward(
     Args:
         x: bfloat16 or float32 [N, 2 H], contiguous, H a multiple of 8; gate is the left half.
         fmt: ``bf16`` or ``fp32``.
-        psum_num_tokens_per_expert: int32 [E]; expert e owns the rows from psum[e - 1], rounded up to the token alignment
+        psum_num_tokens_per_expert: int32 [E]; expert e owns the rows from psum[e - 1], rounded up to the alignment
             (``config.get_token_alignment``), to psum[e]. Rows of no expert are padding: zeros, not counted.
         topk_weights: float32 [N], multiplies the rows.
         routed_scaling_factor: multiplies the weights, in float32.

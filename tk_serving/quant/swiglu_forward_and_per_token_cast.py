@@ -73,16 +73,19 @@ def _inputs(
     counted: bool = False,
     sf_clamp_min: float | None = None,
     values: str = "normal",
+    gaps: bool = True,
 ) -> tuple:
     x = make.randn(tokens, 2 * hidden, dtype=getattr(torch, dtype), scale=2.0)
     if values == "special" and tokens > 3:
         x[0, ::7], x[1, hidden + 3], x[2, 5], x[3] = 0.0, float("nan"), float("inf"), -30.0
     positions = weights = owners = None
+    lowest = -1 if gaps else 0
     if topk:
-        positions = make.randint(-1, 2 * topk, tokens, dtype=torch.int32)
-        weights = make.rand(2, topk)
+        source = -(-tokens // topk)
+        positions = make.randint(lowest, source * topk + (1 if gaps else 0), tokens, dtype=torch.int32)
+        weights = make.rand(source, topk)
     if experts:
-        owners = make.randint(-1, 4, tokens, dtype=torch.int32)
+        owners = make.randint(lowest, 4, tokens, dtype=torch.int32)
     counts = make.value(torch.tensor([5, 0, 2**40])) if counted else None
     flags = (column_major, round_sf, packed)
     return x, "e4m3", npc, positions, weights, owners, *flags, clamp, counts, sf_clamp_min
@@ -99,6 +102,7 @@ def _serving(model: Model) -> dict[str, object]:
         "round_sf": mxfp8,
         "packed": mxfp8,
         "clamp": model.swiglu_limit,
+        "gaps": False,
     }
 
 

@@ -99,7 +99,7 @@ SITES = (
     Site(
         name="swiglu",
         operators=_PLAIN,
-        patches=(Override("_C::silu_and_mul", "CUDA", _silu_and_mul, "(Tensor! out, Tensor input) -> ()"),),
+        patches=(Override("_C::silu_and_mul", "CUDA", _silu_and_mul, "(Tensor! result, Tensor input) -> ()"),),
         why="Dense layers, shared experts and unquantised routed experts; f32 inside, one rounding.",
         how="Replaces the kernel behind vLLM's operator, so that its graph passes still find and fuse the operator; "
         "the option custom_ops=+silu_and_mul, set with the flag, keeps Inductor from bypassing it.",

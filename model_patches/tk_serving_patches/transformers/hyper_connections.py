@@ -16,7 +16,7 @@ PRE = Seam(
     "mhc-pre", ("mhc_pre_big_fuse", "mhc_pre_norm_fn", "mhc_pre_split_mixes", "sinkhorn_normalize", "mhc_pre_apply_mix")
 )
 POST = Seam("mhc-post", ("mhc_post",))
-HEAD = Seam("mhc-head", ("mhc_pre_norm_fn", "mhc_head_compute_mix", "mhc_pre_apply_mix"))
+HEAD = Seam("mhc-head", ("mhc_head_fused", "mhc_pre_norm_fn", "mhc_head_compute_mix", "mhc_pre_apply_mix"))
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -39,9 +39,11 @@ def _post_refusal(device: torch.device, dtype: torch.dtype, streams: int, size: 
 
 
 @verdict
-def _head_refusal(device: torch.device, dtype: torch.dtype, streams: int, size: int) -> str | None:
+def _head_refusal(device: torch.device, dtype: torch.dtype, streams: int, size: int, training: bool) -> str | None:
     residual, fn = _empty(1, streams, size, dtype=dtype), _empty(streams, streams * size)
-    return refusal(mhc.mhc_pre_norm_fn, device, residual, fn, None, 1e-6)
+    if training:
+        return refusal(mhc.mhc_pre_norm_fn, device, residual, fn, None, 1e-6)
+    return refusal(mhc.mhc_head_fused, device, residual, fn, _empty(1), _empty(streams), 1e-6, 1e-6)
 
 
 def pre(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,7 +98,7 @@ def head(original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``DeepseekV4HyperHead``: the streams collapsed before the final norm."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        reason = _head_refusal(x.device, x.dtype, *x.shape[-2:])
+        reason = _head_refusal(x.device, x.dtype, *x.shape[-2:], torch.is_grad_enabled())
         if reason is not None:
             HEAD.leave(reason)
             return original(self, x)

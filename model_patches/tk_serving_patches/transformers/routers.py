@@ -14,7 +14,7 @@ from tk_serving.modeling.moe import gate
 from tk_serving_patches.transformers._calls import Seam, refusal, verdict
 
 GATE = Seam("routing", ("moe_topk_gate", "moe_topk_gate_backward"))
-GROUPED = Seam("routing", ("top2_sum_gate", "moe_topk_gate_backward"))
+GROUPED = Seam("routing", ("top2_sum_gate", "moe_topk_gate", "moe_topk_gate_backward"))
 SOFTMAX = Seam("routing", ("topk_gate", "topk_sum_and_topk_group_idx"))
 
 

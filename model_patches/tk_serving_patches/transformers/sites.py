@@ -91,7 +91,7 @@ def _swiglu(target: str, sources: Mapping[str, str]) -> ModuleSite:
         refuses=swiglu.refuses,
         why="One pass over gate and up, float32 inside, in place of two to four.",
         how="Lets both projections write one buffer when nothing records a graph. Leaves float16, and widths that are "
-        "no multiple of 128.",
+        "no multiple of 8.",
     )
 
 

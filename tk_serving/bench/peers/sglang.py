@@ -166,7 +166,57 @@ def mhc_post(
     return PeerCall(lambda: post(x, residual, post_layer_mix, comb_res_mix))
 
 
-mhc_post_fwd = mhc_post
+def mhc_pre_fused(residual: Tensor, norm_weight: Tensor | None = None, norm_eps: float = 1e-6, **rest: Any) -> PeerCall:
+    """``mhc_pre`` with the norm inside, then the group cast; needs SGLang's tensor-parallel group."""
+    covers(residual.dim() == 3 and not rest["delayed"], "[T, 4, H] residuals, not delayed")
+    pre = need(f"{_KERNELS}.layernorm.mhc").mhc_pre
+    mixer, norm = _mixer(rest), {"norm_weight": norm_weight, "norm_eps": norm_eps}
+
+    def run() -> tuple:
+        post, comb, x = pre(residual, *mixer, **norm)
+        return post, comb, x, _cast(x, rest)
+
+    return PeerCall(run, lambda result: _layer_input(result, rest))
+
+
+def mhc_post_pre_fused(
+    x: Tensor,
+    residual: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    **rest: Any,
+) -> PeerCall:
+    """``mhc_fused_post_pre`` with the norm inside, then the group cast."""
+    covers(residual.dim() == 3 and not rest["delayed"], "[T, 4, H] residuals, not delayed")
+    both = need(f"{_KERNELS}.layernorm.mhc").mhc_fused_post_pre
+    mixer, norm = _mixer(rest), {"norm_weight": norm_weight, "norm_eps": norm_eps}
+
+    def run() -> tuple:
+        streams, post, comb, out = both(x, residual, post_layer_mix, comb_res_mix, *mixer, **norm)
+        return streams, post, comb, out, _cast(out, rest)
+
+    return PeerCall(run, lambda result: (result[0], *_layer_input(result[1:], rest)))
+
+
+def mhc_head_fused(
+    residual: Tensor,
+    fn: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    rms_eps: float,
+    mhc_pre_eps: float,
+    n_splits: int = 16,
+    fn_norm_weight: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> PeerCall:
+    """``fused_hc_head``."""
+    covers(residual.dim() == 3 and norm_weight is None, "[T, 4, H] residuals without a final norm")
+    nothing_else({"fn_norm_weight": fn_norm_weight})
+    head = need(f"{_KERNELS}.layernorm.mhc_head").fused_hc_head
+    return PeerCall(lambda: head(residual, fn, mhc_scale, mhc_base, rms_eps, mhc_pre_eps))
 
 
 def engram_gate_fwd(
@@ -190,6 +240,24 @@ def engram_gate_fwd(
         lambda out: (out, None, None, None, None),
         "bf16 norm weights; saves nothing for a backward pass",
     )
+
+
+def _mixer(arguments: dict[str, Any]) -> list[Any]:
+    names = ("fn", "mhc_scale", "mhc_base", "rms_eps", "mhc_pre_eps", "mhc_sinkhorn_eps")
+    return [arguments[name] for name in (*names, "mhc_post_mult_value", "sinkhorn_repeat")]
+
+
+def _cast(x: Tensor, cast: dict[str, Any]) -> Any:
+    if cast["fmt"] is None:
+        return None
+    flags = (cast["use_tma_aligned_col_major_sf"], cast["round_sf"], cast["use_packed_ue8m0"])
+    return per_token_cast(x, cast["fmt"], cast["num_per_channels"], None, *flags).run()
+
+
+def _layer_input(result: tuple, cast: dict[str, Any]) -> tuple:
+    post, comb, x, quantised = result
+    kept = x if quantised is None or cast["with_out_bf16"] else None
+    return post.view(-1, 4, 1), comb.view(-1, 4, 4), kept, quantised, None
 
 
 def _fused_gate(

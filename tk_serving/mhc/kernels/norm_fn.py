@@ -72,7 +72,7 @@ def macros(hidden: int, mixes: int, splits: int, fold: bool, unstage):
 
     @T.macro
     def multiply(ints, stream, matrix, total, squares, thread):
-        """total += x fn^T and squares += x^2 for one stream x of the lane's two rows, words of four int32 at ``ints``."""
+        """total += x fn^T and squares += x^2 for one stream x of the lane's two rows."""
         left = T.alloc_local((4,), "float32")
         right = T.alloc_local((tiles * 4,), "float32")
         for half in T.unroll(2):
@@ -110,7 +110,9 @@ def macros(hidden: int, mixes: int, splits: int, fold: bool, unstage):
             for tile in T.unroll(tiles):
                 for v in T.unroll(2):
                     if tile * 8 + lane % 4 * 2 + v < mixes:
-                        shared[thread // 32, row * 8 + lane // 4, tile * 8 + lane % 4 * 2 + v] = total[4 * tile + 2 * row + v]
+                        shared[thread // 32, row * 8 + lane // 4, tile * 8 + lane % 4 * 2 + v] = total[
+                            4 * tile + 2 * row + v
+                        ]
             if lane % 4 == 0:
                 shared[thread // 32, row * 8 + lane // 4, mixes] = squares[row]
         unstage(staged, coefficients, thread)

@@ -1,9 +1,9 @@
 """From the parts of the pre-norm product to a sublayer's input, and to the mixes of its residual update.
 
-Two kinds of blocks share the grid. A mixing block gives each token a warp: it adds the parts, applies the gates and runs
-Sinkhorn, which takes time but no bandwidth. An input block gives one token all its threads: it reads the streams while
-one warp computes the four pre mixes, sums the streams, and where asked normalises and quantises the row, which has
-never left the registers. Mixing blocks are spread among the input blocks, so that both resources are always in use.
+Two kinds of blocks share the grid. A mixing block gives each token a warp: it adds the parts, applies the gates and
+runs Sinkhorn, which takes time but no bandwidth. An input block gives one token all its threads: it reads the streams
+while one warp computes the four pre mixes, sums the streams, and where asked normalises and quantises the row, which
+has never left the registers. Mixing blocks are spread among the input blocks, so that both resources are always in use.
 
 Input blocks take the tokens from the last to the first: the streams of the last ones are still in the L2 cache from
 the launch before.
@@ -11,7 +11,7 @@ the launch before.
 
 import tilelang.language as T
 
-from tk_serving.mhc.kernels.mixes import MIXES, MULT, activate, inverse_rms, sinkhorn, scale_index
+from tk_serving.mhc.kernels.mixes import MIXES, MULT, activate, inverse_rms, scale_index, sinkhorn
 from tk_serving.mhc.kernels.reduction import block_sums
 from tk_serving.mhc.kernels.words import VALUES, pack, unpack
 from tk_serving.quant.kernels.formats import bits_of, fmax, octet_writer
@@ -168,7 +168,9 @@ def build(
         comb_mix: T.Tensor((given(mixing, tokens), MULT * MULT), "float32"),
         out: T.Tensor((given(store, tokens), hidden), "bfloat16"),
         data: T.Tensor((given(fmt, tokens), hidden), "float8_e4m3fn" if fmt else "bfloat16"),
-        sf: sf_tensor(layout, tokens, (groups + 3) // 4 if layout == PACKED else groups, stride) if fmt else T.Tensor((1,), "float32"),
+        sf: sf_tensor(layout, tokens, (groups + 3) // 4 if layout == PACKED else groups, stride)
+        if fmt
+        else T.Tensor((1,), "float32"),
         padded: T.int64,
         size: T.float32,
         rms_eps: T.float32,

@@ -11,7 +11,7 @@ MAX_LAYERS = 4
 def build(hidden: int, layers: int, last_update: bool):
     """The first ``layers`` of four layers; ``last_update``: the last one also updates the streams.
 
-    The tensors of a layer: pre mix, input (written), sublayer output, post mix, combination mix, next streams (written).
+    The tensors of a layer: pre mix, input (written), sublayer output, post and combination mix, next streams (written).
     """
     words = hidden // VALUES
     threads, blocks = spread(hidden)

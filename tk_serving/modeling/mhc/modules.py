@@ -17,8 +17,8 @@ MIXES = MULT * (2 + MULT)
 class HyperConnection(nn.Module):
     """A sublayer between the mixes of its residual streams: ``streams = connection(streams, sublayer)``.
 
-    Starts as an ordinary residual connection: with fn zero, the input is the mean of the streams, its output goes to all
-    of them in equal measure, and each keeps itself.
+    Starts as an ordinary residual connection: with fn zero, the input is the mean of the streams, the output goes to
+    all of them in equal measure, and each keeps itself.
 
     Args:
         hidden_size: H, a multiple of 64.

@@ -10,7 +10,8 @@ from tk_serving.quant.formats import FORMATS
 OCTET = 8
 """Columns that a lane reads, converts and writes together: 16 bytes of bfloat16."""
 
-_NO_EXPONENTS = -sum(0x4B000000 << (4 * i) for i in range(OCTET)) & 0x7FFFFFFF  # cancels the upper bits of eight 2^23 + code
+_NO_EXPONENTS = -sum(0x4B000000 << (4 * i) for i in range(OCTET)) & 0x7FFFFFFF
+"""Cancels the upper bits of 2^23 + code in the sum of eight of them, each shifted by its nibble."""
 
 
 def fmin(a, b):

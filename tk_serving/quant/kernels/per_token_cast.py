@@ -5,7 +5,16 @@ import tilelang.language as T
 from tk_serving.quant.kernels.formats import OCTET, bits_of, fmax, octet_writer, stored_as
 from tk_serving.quant.kernels.scales import STORED, default_floor, mode_of, scale_rule
 from tk_serving.quant.kernels.sources import block_factor, source
-from tk_serving.quant.kernels.tiles import HALVES, WARPS, first_octet, first_row, grid, group_scales, max_of_row, sf_tensor
+from tk_serving.quant.kernels.tiles import (
+    HALVES,
+    WARPS,
+    first_octet,
+    first_row,
+    grid,
+    group_scales,
+    max_of_row,
+    sf_tensor,
+)
 from tk_serving.quant.scales import COLUMN, E4M3_COLUMN, PACKED
 
 

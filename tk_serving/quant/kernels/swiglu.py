@@ -1,4 +1,4 @@
-"""SwiGLU of [N, 2 H], quantised with scales of column groups or plain (``by_group``), or with one scale a row (``by_row``).
+"""SwiGLU of [N, 2 H]: plain or quantised by groups of columns (``by_group``), or with one scale a row (``by_row``).
 
 A row is dead (zero data and scales, not counted) where its expert is missing, and zero (a row of zeros with the scales
 of zeros) where its token is. Neither is read from memory, unless clamped elements of a zero row are counted.
@@ -11,7 +11,16 @@ import tilelang.language as T
 from tk_serving.quant.kernels.formats import OCTET, fmax, octet_writer, stored_as
 from tk_serving.quant.kernels.scales import mode_of, scale_rule
 from tk_serving.quant.kernels.sources import source
-from tk_serving.quant.kernels.tiles import HALVES, WARPS, first_octet, first_row, grid, group_scales, max_of_row, sf_tensor
+from tk_serving.quant.kernels.tiles import (
+    HALVES,
+    WARPS,
+    first_octet,
+    first_row,
+    grid,
+    group_scales,
+    max_of_row,
+    sf_tensor,
+)
 from tk_serving.quant.scales import COLUMN, E4M3_COLUMN, PACKED, ROW
 
 DEAD, LIVE, ZERO = 0, 1, 2

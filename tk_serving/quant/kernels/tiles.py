@@ -1,8 +1,8 @@
 """The tile of a warp in casts with one scale per group of columns, and the scales of its groups.
 
-A warp takes 512 columns of ``rows`` neighbouring tokens: a lane has eight columns in each half of 256, so loads are 16 bytes
-and a group of 16 ... 128 columns is 2 ... 16 lanes, whose maximum takes shuffles only. 512 columns hold whole words of
-four UE8M0 exponents, and neighbouring tokens are neighbours in column-major scales, so both are written as words.
+A warp takes 512 columns of ``rows`` neighbouring tokens: a lane has eight columns in each half of 256, so loads are
+16 bytes and a group of 16 ... 128 columns is 2 ... 16 lanes, whose maximum takes shuffles only. 512 columns hold whole
+words of four UE8M0 exponents, and neighbouring tokens are neighbours in column-major scales: both are stored as words.
 Arrays over a tile are indexed ``half * rows + row``.
 """
 
@@ -58,8 +58,8 @@ def sf_tensor(layout, rows, blocks, stride):
 def group_scales(fmt, npc, layout, round_sf, rows):
     """Macro ``scales(amax, inverse, sf, stride, row, octet, octets, tokens, live, floor)``.
 
-    Turns the maxima of the lanes into the multipliers of the groups and stores the scales. A row r with live[r] == 0 gets
-    scale 0; rows from ``tokens`` to ``stride`` are the padding of column-major storage. ``sf`` may be None.
+    Turns the maxima of the lanes into the multipliers of the groups and stores the scales. A row r with live[r] == 0
+    gets scale 0; rows from ``tokens`` to ``stride`` are the padding of column-major storage.
     """
     lanes = npc // OCTET
     mode = mode_of(layout, round_sf)

@@ -1,0 +1,52 @@
+"""Steps of a decoder layer that vLLM cuts differently; named by the chains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tk_serving.bench.peers import PeerCall, need
+from tk_serving.bench.peers.vllm.moe import FUSED_MOE
+from tk_serving.bench.peers.vllm.quant import FP8, FP8_UTILS, layout, per_token_cast, swiglu_forward
+
+
+def experts(
+    mapping: dict[str, Any], expand: dict[str, Any], swiglu: dict[str, Any], reduce: dict[str, Any]
+) -> PeerCall:
+    """The DeepGEMM path: permute, SwiGLU with cast on the live rows, weighted unpermute, sum with the shared expert."""
+    utils = need(f"{FUSED_MOE}.deep_gemm_utils")
+    cast = need(FP8_UTILS).silu_mul_per_token_group_quant_fp8_colmajor
+    data, sf = expand["x"]
+    ids, count = mapping["topk_idx"].int(), mapping["num_experts"]
+    weights = swiglu["topk_weights"]
+    gate_up, down = swiglu["x"], reduce["x"]
+    output = torch.empty(ids.shape[0], down.shape[1], dtype=down.dtype, device=down.device)
+    group, clamp, rounded = swiglu["num_per_channels"], swiglu["swiglu_clamp_value"], swiglu["round_sf"]
+
+    def run() -> Any:
+        moved = utils.deepgemm_moe_permute(data, sf, ids, count, None, None, use_psum_layout=True)
+        ends, inverse, alignment = moved[2:]
+        quantised = cast(
+            gate_up, None, rounded, clamp_limit=clamp, group_size=group, expert_ends=ends, expert_alignment=alignment
+        )
+        utils.deepgemm_unpermute_and_reduce(down, ids, weights, inverse, None, output)
+        return moved, quantised, output.add_(reduce["shared"])
+
+    return PeerCall(run)
+
+
+def shared_expert(swiglu: dict[str, Any]) -> PeerCall:
+    """One fused kernel without a clamp; activation with the clamp, then the group cast."""
+    x, group, clamp = swiglu["x"], swiglu["num_per_channels"], swiglu["swiglu_clamp_value"]
+    ops = need("vllm._custom_ops")
+    if clamp is None:
+        return PeerCall(lambda: ops.silu_and_mul_per_block_quant(x, group, FP8, None, True))
+    activation = swiglu_forward(x, "bf16", clamp)
+    cast = per_token_cast(activation.run(), "e4m3", group, None, *layout(swiglu))
+
+    def run() -> Any:
+        activation.run()
+        return cast.run()
+
+    return PeerCall(run)
