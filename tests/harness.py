@@ -16,22 +16,31 @@ from tk_serving.plan import Existing, Out
 from tk_serving.workloads import Maker
 
 
+_LARGE = 1 << 28
+
+
 class Uncovered(Exception):
     """The contract allows the call, but no kernel covers it; the message is the plan's reason."""
 
 
 def check(op: Operator, implementation: str, params: dict, *, device: str = "cpu", misalign: bool = False, seed: int = 0) -> None:
-    """Run one parameter set by the named implementation and by the reference, and compare everything they leave behind.
+    """Compare the named implementation with the reference on the inputs of one parameter set; see :func:`compare`."""
+    args = op.bind(*op.inputs(Maker(device, seed, misalign), **params))
+    compare(op, implementation, args, device, f"{op.qualified_name} {params}")
+
+
+def compare(op: Operator, implementation: str, original: tuple, device: str = "cpu", label: str = "") -> None:
+    """Run one call by the named implementation and by the reference, and compare everything they leave behind.
 
     Compared are the results, the mutated arguments, the padding that belongs to the results, and every other byte of
     the arguments' storage, which neither side may change. Outputs start as NaN or rare integers, so that an element
     which nobody writes is seen.
 
     Raises:
-        AssertionError: a difference, in one line.
+        AssertionError: a difference, in one line that starts with ``label``.
         Uncovered: no kernel covers the call.
     """
-    original = op.bind(*op.inputs(Maker(device, seed, misalign), **params))
+    label = label or op.qualified_name
     plan = op.plan(*original)
     if plan.refusal is not None:
         raise Uncovered(plan.refusal)
@@ -48,7 +57,6 @@ def check(op: Operator, implementation: str, params: dict, *, device: str = "cpu
         if device == "cuda":
             torch.cuda.synchronize()
         sides[name] = (args, results)
-    label = f"{op.qualified_name} {params}"
     (args, results), (expected_args, expected) = sides[implementation], sides["reference"]
     for what, got, want, rule in _pairs(op, plan, args, results, expected_args, expected):
         if isinstance(rule, Steps) and device == "cuda":
@@ -125,6 +133,8 @@ def _changed_elsewhere(op: Operator, plan, args: tuple, original: tuple) -> str 
     for name, value, before in zip(names, args, original, strict=True):
         for tensor, old in zip(tensors_of(value), tensors_of(before), strict=True):
             whole = _bytes(tensor)
+            if whole.data_ptr() == _bytes(old).data_ptr():
+                continue
             same = whole == _bytes(old)
             if whole.data_ptr() in masks:
                 same |= masks[whole.data_ptr()]
@@ -134,14 +144,17 @@ def _changed_elsewhere(op: Operator, plan, args: tuple, original: tuple) -> str 
 
 
 def clone(args: tuple) -> tuple:
-    """The arguments with every storage copied whole: views keep their strides, offsets and common storage."""
+    """The arguments with every storage copied whole: views keep their strides, offsets and common storage.
+
+    Storages beyond 256 MiB, of views with huge strides, are not copied but shared.
+    """
     copies: dict[int, Tensor] = {}
 
     def copy(value):
         if isinstance(value, Tensor):
             whole = _bytes(value)
             if whole.data_ptr() not in copies:
-                copies[whole.data_ptr()] = whole.clone()
+                copies[whole.data_ptr()] = whole.clone() if whole.numel() <= _LARGE else whole
             storage = copies[whole.data_ptr()].untyped_storage()
             return torch.empty(0, dtype=value.dtype, device=value.device).set_(
                 storage, value.storage_offset(), value.shape, value.stride()

@@ -211,7 +211,7 @@ class _Parameter:
     def code(self, operator: str) -> tuple[list[str], list[str]]:
         """Source lines that check the kind of the argument, and the flat expressions passed to the schema."""
         name = self.name
-        expected = {"SymInt": "int", "SymInt[]": "ints", "Tensor[]": "tensors"}.get(self.kind, self.kind)
+        expected = {"SymInt": "int", "SymInt[]": "ints", "Tensor[]": "tensors", "ScalarType": "torch.dtype"}.get(self.kind, self.kind)
         if self.pair:
             lines = [f"{name}_0, {name}_1 = __pair__({operator!r}, {name!r}, {name}, {self.tensor}, {self.optional})"]
             return lines, [f"{name}_0", f"{name}_1"]
@@ -221,6 +221,7 @@ class _Parameter:
             "bool": f"type({name}) is not bool",
             "str": f"type({name}) is not str",
             "float": f"type({name}) is not float",
+            "ScalarType": f"type({name}) is not __dtype__",
         }.get(self.kind, "True")
         guard = f"{name} is not None and " if self.optional else ""
         return [f"if {guard}{test}: {name} = __kind__({operator!r}, {name!r}, {name}, {expected!r})"], [name]
@@ -378,6 +379,7 @@ def _public_function(op: Operator) -> Callable[..., Any]:
     namespace = {
         "__op__": getattr(torch.ops.tk_serving, op.name).default,
         "__Tensor__": Tensor,
+        "__dtype__": torch.dtype,
         "__kind__": _kind,
         "__pair__": _pair,
         "__finish__": op.finish,
@@ -404,7 +406,7 @@ def _parameter(parameter: inspect.Parameter, hint: Any, operator: str) -> _Param
     optional = type(None) in options
     options = [o for o in options if o is not type(None)]
     kinds = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str", list[Tensor]: "Tensor[]"}
-    kinds |= {tuple[int, int]: "SymInt[]", list[int]: "SymInt[]", list[bool]: "bool[]"}
+    kinds |= {torch.dtype: "ScalarType", tuple[int, int]: "SymInt[]", list[int]: "SymInt[]", list[bool]: "bool[]"}
     pair = Quantized in options
     plain = [o for o in options if o != Quantized]
     if len(plain) > 1 or (plain and plain[0] not in kinds) or (pair and plain not in ([], [Tensor])):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import functools
 import hashlib
 import importlib.metadata
@@ -41,7 +42,7 @@ def prepare(engine_args: Any) -> None:
         "tk_serving": f"{tk_serving.__version__}+{kernel_uuid()}",
     }
     if _platform() == "cuda":
-        _enable_silu_and_mul(engine_args.compilation_config.custom_ops)
+        engine_args.compilation_config = _with_silu_and_mul(engine_args.compilation_config)
     _share_state()
 
 
@@ -145,13 +146,16 @@ def _vllm_version() -> tuple[str, str]:
     return "unknown", "vllm"
 
 
-def _enable_silu_and_mul(custom_ops: list[str]) -> None:
+def _with_silu_and_mul(compilation_config: Any) -> Any:
     """Have vLLM call its SwiGLU operator, which we override, where Inductor would otherwise compile torch code.
 
     It is vLLM's own switch, and keeps vLLM's fusion of SwiGLU with the quantisation that follows.
     """
-    if not {"+silu_and_mul", "-silu_and_mul"} & set(custom_ops):
-        custom_ops.append("+silu_and_mul")
+    if {"+silu_and_mul", "-silu_and_mul"} & set(compilation_config.custom_ops):
+        return compilation_config
+    changed = copy.copy(compilation_config)
+    changed.custom_ops = [*compilation_config.custom_ops, "+silu_and_mul"]
+    return changed
 
 
 def _share_state() -> None:

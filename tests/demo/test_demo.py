@@ -173,14 +173,15 @@ WRONG = """
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-def test_the_demo_succeeds():
+@pytest.mark.parametrize(("option", "implementation"), [([], "reference"), (["--simulate"], "simulator")])
+def test_the_demo_succeeds(option, implementation):
     pytest.importorskip("vllm")
-    output, _ = (running := tk_serving_demo()).communicate(timeout=800)
+    output, _ = (running := tk_serving_demo(*option)).communicate(timeout=800)
     assert running.returncode == 0, output
     assert output.splitlines()[-1] == "demo: OK"
     assert float(re.search(r"Largest logprob difference: ([\d.]+)", output)[1]) < demo.LIMIT
     for name in demo.EXPECTED["cpu"]:
-        assert re.search(rf"{name}\s+│\s+[1-9]\d*\s+│ reference", output), output
+        assert re.search(rf"{name}\s+│\s+[1-9]\d*\s+│ {implementation}", output), output
 
 
 @pytest.mark.engine

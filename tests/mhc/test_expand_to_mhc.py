@@ -57,7 +57,12 @@ def test_no_tokens():
         ),
         (torch.zeros(2, 0).bfloat16(), 4, ValueError, "positive multiple of 64, got 0"),
         (torch.zeros(2, 64).bfloat16(), 0, ValueError, "mhc_mult: expected at least 1, got 0"),
-        (torch.zeros(64, 2).bfloat16().t(), 4, ValueError, r"hidden: expected a contiguous tensor, got strides \[1, 2\]"),
+        (
+            torch.zeros(64, 2).bfloat16().t(),
+            4,
+            ValueError,
+            r"hidden: expected a contiguous tensor, got strides \[1, 2\]",
+        ),
         ([1.0], 4, TypeError, "hidden: expected a torch.Tensor, got list"),
     ],
 )

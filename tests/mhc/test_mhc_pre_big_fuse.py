@@ -215,5 +215,7 @@ def test_refused(options, error, message):
 
 def test_the_update_is_checked():
     call = functools.partial(mhc.mhc_post_pre_fused, bf16(2, 64), bf16(2, 4, 64))
-    with pytest.raises(ValueError, match=r"mhc_post_pre_fused: comb_res_mix: expected shape \[2, 4, 4\], got \[2, 4, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"mhc_post_pre_fused: comb_res_mix: expected shape \[2, 4, 4\], got \[2, 4, 1\]"
+    ):
         call(f32(2, 4, 1), f32(2, 4, 1), *parameters(64), **GATES)

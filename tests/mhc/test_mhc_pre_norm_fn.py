@@ -18,7 +18,6 @@ from tk_serving.mhc._partials import num_splits
 from tk_serving.operator import find
 
 
-
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [
@@ -152,7 +151,9 @@ def test_parts_are_added_in_ascending_order(implementation):
 def test_gradient_of_the_scaling():
     mul, sqr, grad = f32(5, 1, 24), f32(5, 1, seed=2).square() + 1, f32(5, 24, seed=3)
     leaves = [t.double().requires_grad_() for t in (mul, sqr)]
-    expected = torch.autograd.grad((leaves[0] / (leaves[1] / 64 + 1e-3).sqrt()[..., None]).sum(1), leaves, grad.double())
+    expected = torch.autograd.grad(
+        (leaves[0] / (leaves[1] / 64 + 1e-3).sqrt()[..., None]).sum(1), leaves, grad.double()
+    )
     mul_grad, sqr_grad = torch.empty_like(mul), torch.empty_like(sqr)
     mhc_reduce_partials_and_rmsnorm_bwd(grad, mul, sqr, mul_grad, sqr_grad, 64, 1e-3)
     torch.testing.assert_close(mul_grad.double(), expected[0], rtol=2**-11, atol=0)
@@ -204,7 +205,11 @@ def test_no_tokens():
     [
         ({"residual": torch.zeros(2, 4, 64)}, TypeError, "residual: expected dtype bfloat16, got float32"),
         ({"residual": bf16(2, 2, 64)}, ValueError, r"residual: expected shape \[..., 4, H\], got \[2, 2, 64\]"),
-        ({"residual": bf16(2, 4, 72)}, ValueError, "residual: expected a hidden size that is a positive multiple of 64"),
+        (
+            {"residual": bf16(2, 4, 72)},
+            ValueError,
+            "residual: expected a hidden size that is a positive multiple of 64",
+        ),
         ({"residual": bf16(4, 2, 64).transpose(0, 1)}, ValueError, "residual: expected a contiguous tensor"),
         ({"mhc_fn": f32(24, 128)}, ValueError, r"mhc_fn: expected shape \[m, 256\], got \[24, 128\]"),
         ({"mhc_fn": f32(33, 256)}, ValueError, "mhc_fn: expected 1 to 32 rows, got 33"),

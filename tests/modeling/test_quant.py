@@ -45,7 +45,9 @@ class TestSwiGLU:
         x = torch.zeros(1, 256)
         x[0, :3], x[0, 128:131] = torch.tensor([1.0, 1.0, 2.0]), torch.tensor([1.0, -1.0, 3.0])
         x.requires_grad_()
-        torch.testing.assert_close(backward(swiglu(x, clamp_value=1.0), [x]), backward(self.expected(x, 1.0, None), [x]))
+        torch.testing.assert_close(
+            backward(swiglu(x, clamp_value=1.0), [x]), backward(self.expected(x, 1.0, None), [x])
+        )
 
 
 class TestRMSNorm:

@@ -16,7 +16,9 @@ def fresh():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("v2-groups", torch.float32), ("v3", torch.float32), ("v4", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("v2-groups", torch.float32), ("v3", torch.float32), ("v4", torch.bfloat16)]
+)
 def test_inference(name, dtype, make, tokens):
     model = make(name, dtype).eval()
     with torch.no_grad(), apply(model, strict=True):

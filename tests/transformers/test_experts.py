@@ -26,7 +26,9 @@ class TestRegistry:
         stock = make("v4").eval()
         stock.save_pretrained(tmp_path)
         model = type(stock).from_pretrained(tmp_path, experts_implementation=NAME).eval()
-        assert model.get_experts_implementation() == {"": NAME} if hasattr(model, "get_experts_implementation") else True
+        assert (
+            model.get_experts_implementation() == {"": NAME} if hasattr(model, "get_experts_implementation") else True
+        )
         with torch.no_grad():
             dispatch.reset_counters()
             patched = model(tokens).logits
@@ -147,14 +149,16 @@ class TestFP8:
 
     @pytest.fixture
     def experts(self, make):
-        from transformers.integrations.finegrained_fp8 import FP8Experts
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
         from transformers.integrations.moe import use_experts_implementation
 
         config = make("v4", hidden_size=128, moe_intermediate_size=256).config
         config._experts_implementation_internal = "eager"
         torch.manual_seed(0)
         forward, init = FP8Experts.forward, FP8Experts.__init__
-        experts = use_experts_implementation(FP8Experts)(config, block_size=(128, 128))
+        experts = use_experts_implementation(FP8Experts, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)(
+            config, block_size=(128, 128)
+        )
         with torch.no_grad():
             for name in ("gate_up_proj", "down_proj"):
                 weight, scale = getattr(experts, name), getattr(experts, f"{name}_scale_inv")
@@ -196,7 +200,7 @@ class TestFP8:
             else:
                 experts.config._experts_implementation_internal = NAME
                 out = experts(x, ids, weights)
-        assert {"per_token_cast", "expand_to_fused_with_sf", "swiglu_forward_and_per_token_cast"} <= ran()
+        assert {"expand_to_fused_and_cast", "swiglu_forward_and_per_token_cast", "reduce_fused"} <= ran()
         assert out.dtype == torch.bfloat16
         assert off(out, self.expected(experts, x, ids, weights)) < 0.05
 

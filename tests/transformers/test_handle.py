@@ -237,7 +237,9 @@ class TestOthers:
     def test_strict(self, model, monkeypatch):
         monkeypatch.setitem(sites.SOURCES["RMSNorm"], "5.16.0", "0123456789abcdef")
         before = state(model)
-        with pytest.raises(PatchError, match=r"(?s)not every site could be patched:.*deepseek_v3: rms-norm: the source"):
+        with pytest.raises(
+            PatchError, match=r"(?s)not every site could be patched:.*deepseek_v3: rms-norm: the source"
+        ):
             apply(model, strict=True)
         assert state(model) == before
 
@@ -265,7 +267,9 @@ class TestChoice:
             assert handle.report().patched == ["mhc-pre", "mhc-post"]
 
     def test_unknown_names(self, model):
-        with pytest.raises(ValueError, match=r"ops: expected names of sites or operators such as swiglu.*got 'swigluu'"):
+        with pytest.raises(
+            ValueError, match=r"ops: expected names of sites or operators such as swiglu.*got 'swigluu'"
+        ):
             apply(model, ops=["swigluu"])
         with pytest.raises(TypeError, match="collection of names"):
             apply(model, ops="swiglu")

@@ -175,5 +175,6 @@ def test_silu_and_mul_is_kept_from_inductor_unless_the_user_decided():
         (["none"], ["none", "+silu_and_mul"]),
         (["-silu_and_mul"], ["-silu_and_mul"]),
     ):
-        activate._enable_silu_and_mul(before)
-        assert before == after
+        config = SimpleNamespace(custom_ops=before)
+        assert activate._with_silu_and_mul(config).custom_ops == after
+        assert config.custom_ops is before

@@ -84,18 +84,23 @@ class Server:
         if process is None:
             return
         self.last_lines = self._log_lines(30)  # shutting down prints much that says nothing
-        for sig, patience in zip((signal.SIGINT, signal.SIGTERM, signal.SIGKILL), _PATIENCE_S, strict=True):
+        try:
+            for sig, patience in zip((signal.SIGINT, signal.SIGTERM, signal.SIGKILL), _PATIENCE_S, strict=True):
+                with contextlib.suppress(ProcessLookupError):
+                    if sig == signal.SIGINT:
+                        process.send_signal(sig)
+                    else:
+                        os.killpg(process.pid, sig)
+                deadline = time.monotonic() + patience
+                while time.monotonic() < deadline:
+                    process.poll()
+                    if not _group_exists(process.pid):
+                        return
+                    time.sleep(0.1)
+        except KeyboardInterrupt:  # a second Ctrl-C
             with contextlib.suppress(ProcessLookupError):
-                if sig == signal.SIGINT:
-                    process.send_signal(sig)
-                else:
-                    os.killpg(process.pid, sig)
-            deadline = time.monotonic() + patience
-            while time.monotonic() < deadline:
-                process.poll()
-                if not _group_exists(process.pid):
-                    return
-                time.sleep(0.1)
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
 
     def get(self, path: str) -> str:
         """Body of a GET request."""

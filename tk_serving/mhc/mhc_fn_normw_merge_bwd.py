@@ -37,10 +37,9 @@ def _plan(
     return Plan(slots, (launch,))
 
 
-def _inputs(make: Maker, *, tokens: int = MIXES, hidden: int, accumulate: bool = False) -> tuple:
+def _inputs(make: Maker, *, tokens: int = MIXES, hidden: int) -> tuple:
     columns = MULT * hidden
-    given = (make.randn(MIXES, columns), make.randn(columns)) if accumulate else (None, None)
-    return make.randn(MIXES, columns), make.randn(MIXES, columns), make.randn(columns), *given
+    return make.randn(MIXES, columns), make.randn(MIXES, columns), make.randn(columns)
 
 
 @operator(
@@ -51,7 +50,7 @@ def _inputs(make: Maker, *, tokens: int = MIXES, hidden: int, accumulate: bool =
     equality=(BITWISE, Close(1e-5, 1e-4)),
     mutates=("mhc_fn_grad", "mhc_norm_weight_grad"),
     finish=owned(2),
-    cases=[{"tokens": MIXES, "hidden": 192}, {"tokens": MIXES, "hidden": 192, "accumulate": True}],
+    cases=[{"tokens": MIXES, "hidden": 192}],
     workloads=serving(lambda m: {"hidden": m.hidden_size} if m.hc_mult else None),
 )
 def mhc_fn_normw_merge_bwd(

@@ -85,20 +85,39 @@ def lay_out(sf: Tensor, layout: str) -> Tensor:
     rows, blocks = sf.shape
     stored = sf_out(layout, rows, blocks).zeros(sf.device)
     if layout == PACKED:
-        exponents = sf.view(torch.int32) >> 23
-        exponents = torch.nn.functional.pad(exponents, (0, -blocks % 4)).to(torch.uint8)
-        return stored.copy_(exponents.view(torch.int32))
+        return stored.copy_(pack(sf.view(torch.int32) >> 23))
     return stored.copy_(sf.to(stored.dtype))
+
+
+def exponents(sf: Tensor, blocks: int) -> Tensor:
+    """int32 [M, Kb] biased exponents of float32 or packed scales; sign and mantissa do not matter."""
+    if sf.dtype == torch.float32:
+        return sf.view(torch.int32) >> 23 & 255
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=sf.device)
+    return (sf[..., None] >> shifts & 255).flatten(-2)[:, :blocks]
+
+
+def of_exponents(exponents: Tensor) -> Tensor:
+    """float32 scales of biased exponents; 0 is 2^-127, 255 is NaN."""
+    bits = torch.where(exponents == 0, 1 << 22, exponents << 23).to(torch.int32)
+    return torch.where(exponents == 255, torch.nan, bits.view(torch.float32))
+
+
+def pack(exponents: Tensor) -> Tensor:
+    """int32 [..., ceil(Kb / 4)]: four exponents in a word, the first in its lowest byte; missing bytes are 0."""
+    padded = torch.nn.functional.pad(exponents, (0, -exponents.shape[-1] % 4))
+    return padded.to(torch.uint8).view(torch.int32)
+
+
+def powers_of_two(sf: Tensor) -> bool:
+    """Whether all float32 scales are positive normal powers of two. Reads the data."""
+    bits = sf.contiguous().view(torch.int32)
+    return bool(((bits > 0) & (bits & 0x7FFFFF == 0) & (bits < 0x7F800000)).all())
 
 
 def read(sf: Tensor, blocks: int) -> Tensor:
     """float32 [M, Kb] scales of a tensor in any layout; the exponent bytes 0 and 255 are 2^-127 and NaN."""
-    if sf.dtype != torch.int32:
-        return sf.float()
-    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=sf.device)
-    exponents = (sf[..., None] >> shifts & 255).flatten(-2)[:, :blocks]
-    bits = torch.where(exponents == 0, 1 << 22, exponents << 23)
-    return torch.where(exponents == 255, torch.nan, bits.view(torch.float32))
+    return of_exponents(exponents(sf, blocks)) if sf.dtype == torch.int32 else sf.float()
 
 
 def block_amax(size: Tensor, block_m: int, block_k: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -10,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tk_serving.config import settings
@@ -115,7 +117,7 @@ def _environment() -> str:
     """Digest of what every build depends on besides its own source."""
     compiler = subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout.split("\n")[0]
     sources = [p.read_bytes() for p in sorted(RUNTIME.iterdir())] + [Path(ptx.__file__).read_bytes()]
-    includes = " ".join(map(str, (*cuda_includes(), tilelang_root())))
+    includes = " ".join(map(str, (*cuda_includes(), *_cuda_version(), tilelang_root())))
     return digest(compiler, tilelang_version(), " ".join(_CXX_FLAGS), includes, *sources)
 
 
@@ -134,22 +136,33 @@ def wait(process: subprocess.Popen[str], what: str) -> None:
 
 
 def _publish(work: Path, target: Path) -> None:
-    """Move a finished folder into place; a process that finished first wins."""
-    try:
-        work.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
-        shutil.rmtree(work, ignore_errors=True)
+    """Move a finished folder into place, whole."""
+    work.chmod(0o755)
+    shutil.rmtree(target, ignore_errors=True)  # the rest of a build that was killed
+    work.rename(target)
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """One process at a time builds a target; the others find it when they come in."""
+    locks = cache() / "locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with open(locks / target.name, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
+        yield
 
 
 @functools.cache
 def _common(root: Path) -> Path:
     """Folder with what all kernels share: TileLang's templates without asm, the precompiled header, the scheduler."""
     target = root / f"common-{_environment()}"
-    if target.is_dir():
-        return target
-    root.mkdir(parents=True, exist_ok=True)
+    with _alone(target):
+        if not target.is_dir():
+            _build_common(root, target)
+    return target
+
+
+def _build_common(root: Path, target: Path) -> None:
     work = Path(tempfile.mkdtemp(dir=root, prefix="tmp-"))
     shutil.copytree(tilelang_root() / "src" / "tl_templates", work / "tl_templates")
     for path in (work / "tl_templates" / "cuda").rglob("*"):
@@ -167,7 +180,6 @@ def _common(root: Path) -> Path:
     wait(scheduler, "scheduler")
     wait(header, "device.h")
     _publish(work, target)
-    return target
 
 
 def common() -> Path:
@@ -186,20 +198,29 @@ def build(name: str, device: str, host: str) -> Path:
     shared = common()
     target = cache() / f"{name}-{digest(_environment(), device, host)}"
     library = target / "kernel.so"
-    if library.is_file():
-        return library
-    work = Path(tempfile.mkdtemp(dir=cache(), prefix="tmp-"))
-    (work / "kernel.cpp").write_text(device)
-    (work / "host.c").write_text(host)
-    host_flags = ["-w", "-O1", "-fPIC", "-I", shared, *(part for folder in host_includes() for part in ("-I", folder))]
-    host_build = run(["gcc", *host_flags, "-c", work / "host.c", "-o", work / "host.o"])
-    device_build = run(["g++", *_flags(shared), "-c", work / "kernel.cpp", "-o", work / "kernel.o"])
-    try:
-        wait(host_build, f"{name} (host code)")
-    finally:
-        wait(device_build, name)
-    wait(run(["g++", "-shared", work / "kernel.o", work / "host.o", "-o", work / "kernel.so"]), name)
-    (work / "kernel.o").unlink()
-    (work / "host.o").unlink()
-    _publish(work, target)
+    if not library.is_file():
+        with _alone(target):
+            if not library.is_file():
+                _build(name, device, host, shared, target)
     return library
+
+
+def _build(name: str, device: str, host: str, shared: Path, target: Path) -> None:
+    work = Path(tempfile.mkdtemp(dir=cache(), prefix="tmp-"))
+    try:
+        (work / "kernel.cpp").write_text(device)
+        (work / "host.c").write_text(host)
+        host_flags = ["-w", "-O1", "-fPIC", "-I", shared, *(part for folder in host_includes() for part in ("-I", folder))]
+        host_build = run(["gcc", *host_flags, "-c", work / "host.c", "-o", work / "host.o"])
+        device_build = run(["g++", *_flags(shared), "-c", work / "kernel.cpp", "-o", work / "kernel.o"])
+        try:
+            wait(host_build, f"{name} (host code)")
+        finally:
+            wait(device_build, name)
+        wait(run(["g++", "-shared", work / "kernel.o", work / "host.o", "-o", work / "kernel.so"]), name)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    for spare in ("kernel.o", "host.o"):
+        (work / spare).unlink()
+    _publish(work, target)

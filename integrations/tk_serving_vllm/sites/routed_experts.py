@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -86,59 +87,37 @@ def _unsupported(self: Any, layer: Any) -> str | None:
 
 
 def _process_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Bind ``apply`` of each instance together with its weights: vLLM's own code wants them packed, ours does not."""
+
     def process_weights_after_loading(self: Any, layer: Any) -> None:
-        self.tk_serving_refusal = _unsupported(self, layer)
-        if self.tk_serving_refusal is not None:
+        reason = _unsupported(self, layer)
+        if reason is None:
+            self.apply = _apply
+        else:
             original(self, layer)
+            self.apply = functools.partial(_apply_engine, self.apply, reason)
 
     return process_weights_after_loading
 
 
-def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    def apply(
-        self: Any,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: Any,
-        global_num_experts: int,
-        expert_map: Tensor | None,
-        a1q_scale: Tensor | None,
-        a2_scale: Tensor | None,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        reason = getattr(self, "tk_serving_refusal", "weights were packed when they were loaded")
-        if reason is None:
-            weights = None if apply_router_weight_on_input else topk_weights
-            output.copy_(experts(hidden_states, w1, w2, topk_ids, weights))
-            return
-        left_to_engine(_OPERATORS, reason)
-        original(
-            self,
-            output,
-            hidden_states,
-            w1,
-            w2,
-            topk_weights,
-            topk_ids,
-            activation,
-            global_num_experts,
-            expert_map,
-            a1q_scale,
-            a2_scale,
-            workspace13,
-            workspace2,
-            expert_tokens_meta,
-            apply_router_weight_on_input,
-        )
+def _apply(
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *_: Any,
+    apply_router_weight_on_input: bool,
+    **__: Any,
+) -> None:
+    weights = None if apply_router_weight_on_input else topk_weights
+    output.copy_(experts(hidden_states, w1, w2, topk_ids, weights))
 
-    return apply
+
+def _apply_engine(original: Callable[..., Any], reason: str, *args: Any, **kwargs: Any) -> None:
+    left_to_engine(_OPERATORS, reason)
+    original(*args, **kwargs)
 
 
 SITES = (
@@ -146,8 +125,7 @@ SITES = (
         name="routed-experts",
         operators=_OPERATORS,
         patches=(
-            Function(f"{_EXPERTS}.process_weights_after_loading", _process_weights),
-            Function(f"{_EXPERTS}.apply", _apply),
+            Function(f"{_EXPERTS}.process_weights_after_loading", _process_weights, relies_on=(f"{_EXPERTS}.apply",)),
         ),
         why="The CPU build shows the complete chain of operators in a real server, on any machine.",
         how="Keeps the weights as loaded, and runs mapping, expansion, one matrix product for each expert, SwiGLU and "

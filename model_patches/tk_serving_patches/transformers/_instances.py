@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -55,7 +55,7 @@ def is_ours(function: Any) -> bool:
 class ModelLedger(Ledger):
     """Replaces the forward of single modules."""
 
-    def __init__(self, modules: dict[str, Sequence[nn.Module]]) -> None:
+    def __init__(self, modules: Mapping[str, Sequence[nn.Module]]) -> None:
         """Args: modules: for each name of a site, the modules to change."""
         super().__init__()
         self._modules = modules

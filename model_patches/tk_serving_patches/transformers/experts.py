@@ -87,7 +87,7 @@ def _run(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) ->
         rows = _grouped_linear(rows, weight, mapping.expert_end, bias=bias, is_transposed=experts.is_transposed)
         return rows.contiguous()
 
-    weights: Tensor | None = top_k_weights.float()
+    weights = top_k_weights.float()
     rows = expand(x.to(experts.gate_up_proj.dtype).contiguous(), mapping)
     rows = product(rows, experts.gate_up_proj, "gate_up_proj")
     norm = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
@@ -95,9 +95,8 @@ def _run(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) ->
     if known and norm is None and not experts.has_bias:
         # The second product is linear: weighting its input costs nothing, and its gradient is the narrower one.
         rows = swiglu(rows, clamp_value=limit, row_weights=row_weights(weights, mapping))
-        weights = None
-    else:
-        rows = swiglu(rows, clamp_value=limit) if known else experts._apply_gate(rows)
+        return reduce(product(rows, experts.down_proj, "down_proj"), None, mapping).to(x.dtype)
+    rows = swiglu(rows, clamp_value=limit) if known else experts._apply_gate(rows)
     rows = product(rows, experts.down_proj, "down_proj")
     if norm is not None:
         rows = norm(rows)

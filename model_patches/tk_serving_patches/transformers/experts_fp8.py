@@ -16,13 +16,7 @@ from tk_serving_patches.transformers.experts import refuses as refuses_experts
 
 EXPERTS_FP8 = Seam(
     "experts-fp8",
-    (
-        "per_token_cast",
-        "get_fused_mapping",
-        "expand_to_fused_with_sf",
-        "swiglu_forward_and_per_token_cast",
-        "reduce_fused",
-    ),
+    ("get_fused_mapping", "expand_to_fused_and_cast", "swiglu_forward_and_per_token_cast", "reduce_fused"),
 )
 
 _BLOCK = 128
@@ -71,15 +65,13 @@ def _refusal(
         return torch.empty(*shape, dtype=of, device="meta")
 
     x = empty(1, size, of=torch.bfloat16)
-    cast = (empty(1, size, of=torch.float8_e4m3fn), empty(1, -(-size // _BLOCK), of=torch.float32))
     ids, place = empty(1, topk, of=torch.int64), empty(1, topk, of=torch.int32)
     owner = empty(_ALIGNMENT, of=torch.int32)
     both = empty(_ALIGNMENT, 2 * inner, of=torch.bfloat16)
     gate = {"pos_to_expert": owner, "use_tma_aligned_col_major_sf": True, "swiglu_clamp_value": limit}
     return (
-        refusal(quant.per_token_cast, device, x, "e4m3", _BLOCK)
-        or refusal(moe.get_fused_mapping, device, ids, experts, 0, _ALIGNMENT, force_no_sync=True)
-        or refusal(moe.expand_to_fused_with_sf, device, cast, _BLOCK, place, owner, True)
+        refusal(moe.get_fused_mapping, device, ids, experts, 0, _ALIGNMENT, force_no_sync=True)
+        or refusal(moe.expand_to_fused_and_cast, device, x, "e4m3", _BLOCK, place, owner, True)
         or refusal(quant.swiglu_forward_and_per_token_cast, device, both, "e4m3", _BLOCK, **gate)
         or refusal(moe.reduce_fused, device, empty(_ALIGNMENT, size, of=torch.bfloat16), None, place)
         or _product_refusal(device)
@@ -106,8 +98,7 @@ def _limit(experts: Any) -> float | None:
 
 def _run(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     mapping = map_to_experts(top_k_index.long().contiguous(), experts.num_experts, _ALIGNMENT)
-    cast = quant.per_token_cast(x, "e4m3", _BLOCK)
-    rows = moe.expand_to_fused_with_sf(cast, _BLOCK, mapping.token_topk_to_pos, mapping.pos_to_expert, True)
+    rows = moe.expand_to_fused_and_cast(x, "e4m3", _BLOCK, mapping.token_topk_to_pos, mapping.pos_to_expert, True)
     both = _product(rows, experts.gate_up_proj, experts.gate_up_proj_scale_inv, mapping)
     rows = quant.swiglu_forward_and_per_token_cast(
         both,

@@ -47,11 +47,11 @@ def _softmax_refusal(device: torch.device, experts: int, topk: int, groups: int,
     return reason
 
 
-def scoring_of(router: Any) -> str | None:
-    """The operators' name of a V4 router's scoring function, None for one that they do not rank alike."""
+def scoring_of(router: Any) -> str:
+    """The operators' name of a V4 router's scoring function; empty for one that they do not rank alike."""
     if type(router.score_fn).__name__ == "SqrtSoftplusActivation":
         return "sqrtsoftplus"
-    return "sigmoid" if isinstance(router.score_fn, nn.Sigmoid) else None
+    return "sigmoid" if isinstance(router.score_fn, nn.Sigmoid) else ""
 
 
 def refuses_scoring(router: Any) -> str | None:

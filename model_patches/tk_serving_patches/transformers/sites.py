@@ -227,7 +227,7 @@ FINEGRAINED_FP8 = (
         SOURCES["FP8Experts"],
         relies_on=(f"{_FP8}:FP8Experts._apply_gate",),
         refuses=experts_fp8.refuses,
-        why="Tokens are cast once and expanded as FP8; SwiGLU, weighting and the second cast are one pass.",
+        why="Expansion and cast are one pass; so are SwiGLU, weighting and the second cast.",
         how="Products by DeepGEMM on compute capability 9.0. Leaves FP4 weights, static scales, and training.",
         until=_REGISTRY,
     ),

@@ -12,12 +12,15 @@ def keep_local(id, experts, per_rank, tp_rank, num_tp_ranks):
     ``per_rank`` consecutive experts belong to one rank; ``experts`` bounds the valid ids.
     """
     block = T.alloc_local((1,), "int32")
-    block[0] = T.truncdiv(id[0], per_rank)
-    if id[0] < 0 or id[0] >= experts or T.truncmod(block[0], num_tp_ranks) != tp_rank:
+    if id[0] < 0 or id[0] >= experts:
         id[0] = -1
-    else:
-        # Of every num_tp_ranks blocks one is kept: the blocks before it close up.
-        id[0] = id[0] - block[0] * per_rank + T.truncdiv(block[0], num_tp_ranks) * per_rank
+    if num_tp_ranks > 1 and id[0] >= 0:  # else no id changes, and divisions are slow
+        block[0] = T.truncdiv(id[0], per_rank)
+        if T.truncmod(block[0], num_tp_ranks) != tp_rank:
+            id[0] = -1
+        else:
+            # Of every num_tp_ranks blocks one is kept: the blocks before it close up.
+            id[0] = id[0] - block[0] * per_rank + T.truncdiv(block[0], num_tp_ranks) * per_rank
 
 
 def build(dtype: str):

@@ -36,43 +36,52 @@ def score_of(key):
     return T.reinterpret(key ^ ((key >> 31) & T.int32(0x7FFFFFFF)), "float32")
 
 
+def largest_of(keys, rows):
+    """The largest of the keys of a lane, as a tree: its depth is what a round waits for."""
+    level = [keys[j] for j in range(rows)]
+    while len(level) > 1:
+        level = [T.max(*level[i : i + 2]) if i + 1 < len(level) else level[i] for i in range(0, len(level), 2)]
+    return level[0]
+
+
 @T.macro
 def best_of_warp(keys, best, lane, rows, width):
     """best = (key, index) of the largest key of a warp, ties to the lower index; the winner is marked as taken.
 
     ``keys[j]`` of a lane belongs to the index ``width * j + lane``.
     """
-    best[0] = keys[0]
+    own = T.alloc_local((1,), "int32")
+    own[0] = largest_of(keys, rows)
+    best[0] = largest(own[0])
     best[1] = lane
-    for j in T.unroll(1, rows):
-        if keys[j] > best[0]:
-            best[0] = keys[j]
-            best[1] = j * width + lane
-    top = T.alloc_local((1,), "int32")
-    top[0] = largest(best[0])
-    best[1] = T.if_then_else(best[0] == top[0], best[1], T.int32(0x7FFFFFFF))
-    best[0] = top[0]
-    best[1] = smallest(best[1])
+    for j in T.unroll(rows - 1):
+        if keys[rows - 1 - j] == own[0]:
+            best[1] = (rows - 1 - j) * width + lane
+    if keys[0] == own[0]:
+        best[1] = lane
+    best[1] = smallest(T.if_then_else(own[0] == best[0], best[1], T.int32(0x7FFFFFFF)))
     for j in T.unroll(rows):
         if j * width + lane == best[1] and lane < width:
             keys[j] = TAKEN
 
 
 @T.macro
-def key_of_group(first, second, groups, at, lane, num_summed):
+def key_of_group(first, second, groups, at, num_summed):
     """groups[at] = key of a group: that of its largest score, or of the float32 sum of its two largest scores.
 
     ``first`` and ``second`` are the two largest keys that the lane holds of the group, or TAKEN.
     """
     top = T.alloc_local((1,), "int32")
-    winner = T.alloc_local((1,), "int32")
+    winners = T.alloc_local((1,), "uint32")
     runner_up = T.alloc_local((1,), "int32")
     top[0] = largest(first)
     if num_summed == 1:
         groups[at] = top[0]
     else:
-        winner[0] = smallest(T.if_then_else(first == top[0], lane, T.int32(32)))
-        runner_up[0] = largest(T.if_then_else(lane == winner[0], second, first))
+        winners[0] = ballot(first == top[0])
+        runner_up[0] = largest(T.if_then_else(first == top[0], second, first))
+        if (winners[0] & (winners[0] - T.uint32(1))) != T.uint32(0):
+            runner_up[0] = top[0]  # as several lanes hold the largest key
         groups[at] = sortable(score_of(top[0]) + score_of(runner_up[0]))
 
 
@@ -100,7 +109,7 @@ def keep_best_groups(keys, lane, count, num_kept):
     place = T.alloc_local((1,), "int32")
     kept = T.alloc_local((1,), "uint32")
     for j in T.unroll(count):
-        key_of_group(keys[j], T.int32(TAKEN), groups, j, lane, 2)
+        key_of_group(keys[j], T.int32(TAKEN), groups, j, 2)
     place_of_group(groups, place, lane, count)
     kept[0] = ballot(lane < count and place[0] < num_kept)
     for j in T.unroll(count):

@@ -32,7 +32,7 @@ def build(num_groups: int, group_size: int, num_topk_sum: int, num_topk_groups: 
                             key[0] = sortable(finite(scores[token, g, i * 32 + lane]))
                             best[1] = T.max(best[1], T.min(best[0], key[0]))
                             best[0] = T.max(best[0], key[0])
-                    key_of_group(best[0], best[1], groups, g, lane, num_topk_sum)
+                    key_of_group(best[0], best[1], groups, g, num_topk_sum)
                 place_of_group(groups, place, lane, num_groups)
                 if lane < num_groups and place[0] < num_topk_groups:
                     ids[token, place[0]] = T.cast(lane, "int64")

@@ -22,6 +22,15 @@ def fmax(a, b):
     return T.call_extern("float32", "fmaxf", a, b)
 
 
+def view(tensor, shape, dtype, strides=None):
+    """Another shape of a tensor, in a tuple of one.
+
+    TileLang names a parameter after the variable of a view of it, and mixes up the sizes of parameters of one name; it
+    leaves tuples alone.
+    """
+    return (T.Tensor(shape, dtype, tensor.data) if strides is None else T.Buffer(shape, dtype, tensor.data, strides),)
+
+
 def bits_of(value):
     return T.reinterpret(value, "int32")
 
@@ -100,11 +109,11 @@ def octet_writer(fmt, aligned):
             codes[i] = T.cast(values[i] * multiplier, dtype)
         if aligned:
             # One variable times eight: nvcc keeps a vector store only where it sees the alignment of the index.
-            octets = T.Tensor((data.shape[0] * (data.shape[1] // OCTET), OCTET), dtype, data.data)
+            octets = view(data, (data.shape[0] * (data.shape[1] // OCTET), OCTET), dtype)
             place = T.alloc_local((1,), "int64")
             place[0] = T.cast(row, "int64") * (data.shape[1] // OCTET) + octet
             for i in T.vectorized(OCTET):
-                octets[place[0], i] = codes[i]
+                octets[0][place[0], i] = codes[i]
         else:
             for i in T.unroll(OCTET):
                 data[row, octet * OCTET + i] = codes[i]

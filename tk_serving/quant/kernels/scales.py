@@ -56,3 +56,10 @@ def scale_reader(dtype):
     if dtype == "int32":
         return lambda sf, row, block: scale_of_exponent((sf[row, block // 4] >> (8 * (block % 4))) & 255)
     return lambda sf, row, block: T.cast(sf[row, block], "float32")
+
+
+def exponent_reader(dtype):
+    """Expression ``read(sf, row, block)``: the biased exponent of a float32 or packed scale, whatever its mantissa."""
+    if dtype == "int32":
+        return lambda sf, row, block: (sf[row, block // 4] >> (8 * (block % 4))) & 255
+    return lambda sf, row, block: (bits_of(sf[row, block]) >> 23) & 255

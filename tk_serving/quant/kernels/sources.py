@@ -5,7 +5,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from tk_serving.quant.kernels.formats import OCTET, value_of_e2m1, value_of_e5m6
+from tk_serving.quant.kernels.formats import OCTET, value_of_e2m1, value_of_e5m6, view
 from tk_serving.quant.kernels.scales import scale_reader
 
 
@@ -43,10 +43,10 @@ def source(name, aligned):
         if aligned:
             # The row stride is written as a multiple of the vector, which the compiler cannot know of an argument.
             shape, strides = (x.shape[0], x.shape[1] // piece, piece), (x.strides[0] // piece * piece, piece, 1)
-            pieces = T.Buffer(shape, dtype, data=x.data, strides=strides)
+            pieces = view(x, shape, dtype, strides)
             for j in T.unroll(columns // piece):
                 for i in T.vectorized(piece):
-                    raw[at * columns + j * piece + i] = pieces[row, octet * (columns // piece) + j, i]
+                    raw[at * columns + j * piece + i] = pieces[0][row, octet * (columns // piece) + j, i]
         else:
             for i in T.unroll(columns):
                 raw[at * columns + i] = x[row, octet * columns + i]
