@@ -1,7 +1,8 @@
 """One case of one operator against its reference, by any implementation on any device.
 
-Rings 2 and 3 share it: ``check(op, "simulator", params)`` on CPU tensors, ``check(op, "kernel", params, device="cuda")``
-on a GPU. Everything comes from the declaration of the operator, so a new operator needs no test of its own here.
+Rings 2 and 3 share it: ``check(op, "simulator", params)`` on CPU tensors and, on a GPU,
+``check(op, "kernel", params, device="cuda")``. Everything comes from the declaration of the operator, so a new operator
+needs no test of its own here.
 """
 
 import contextlib
@@ -15,15 +16,16 @@ from tk_serving.operator import Operator, tensors_of
 from tk_serving.plan import Existing, Out
 from tk_serving.workloads import Maker
 
-
 _LARGE = 1 << 28
 
 
-class Uncovered(Exception):
+class UncoveredError(Exception):
     """The contract allows the call, but no kernel covers it; the message is the plan's reason."""
 
 
-def check(op: Operator, implementation: str, params: dict, *, device: str = "cpu", misalign: bool = False, seed: int = 0) -> None:
+def check(
+    op: Operator, implementation: str, params: dict, *, device: str = "cpu", misalign: bool = False, seed: int = 0
+) -> None:
     """Compare the named implementation with the reference on the inputs of one parameter set; see :func:`compare`."""
     args = op.bind(*op.inputs(Maker(device, seed, misalign), **params))
     compare(op, implementation, args, device, f"{op.qualified_name} {params}")
@@ -38,12 +40,12 @@ def compare(op: Operator, implementation: str, original: tuple, device: str = "c
 
     Raises:
         AssertionError: a difference, in one line that starts with ``label``.
-        Uncovered: no kernel covers the call.
+        UncoveredError: no kernel covers the call.
     """
     label = label or op.qualified_name
     plan = op.plan(*original)
     if plan.refusal is not None:
-        raise Uncovered(plan.refusal)
+        raise UncoveredError(plan.refusal)
     fresh = _output_only(op, plan, original, torch.device(device))
     sides = {}
     for name in (implementation, "reference"):
@@ -77,7 +79,9 @@ def _pairs(op, plan, args, results, expected_args, expected):
         pairs = zip(tensors_of(args[index]), tensors_of(expected_args[index]), strict=True)
         compared += [(f"argument {name}", got, want) for got, want in pairs if got.data_ptr() not in results_in]
     rules = op.equality * len(compared) if len(op.equality) == 1 else op.equality
-    assert len(rules) >= len(compared), f"{op.qualified_name}: {len(rules)} equality rules for {[what for what, *_ in compared]}"
+    assert len(rules) >= len(compared), (
+        f"{op.qualified_name}: {len(rules)} equality rules for {[what for what, *_ in compared]}"
+    )
     for i, ((what, got, want), rule) in enumerate(zip(compared, rules, strict=False)):
         yield what, got, want, rule
         slot = plan.outputs[i] if i < len(plan.outputs) else None
@@ -88,7 +92,11 @@ def _pairs(op, plan, args, results, expected_args, expected):
 
 def _difference(rule: Equality, got: Tensor | None, want: Tensor | None) -> str | None:
     if got is None or want is None:
-        return None if got is want else f"{'absent' if got is None else 'present'} instead of {'absent' if want is None else 'present'}"
+        return (
+            None
+            if got is want
+            else f"{'absent' if got is None else 'present'} instead of {'absent' if want is None else 'present'}"
+        )
     return rule.difference(got, want)
 
 
@@ -112,7 +120,9 @@ def _output_only(op: Operator, plan, original: tuple, device: torch.device) -> l
         if tensor is not None:
             poison(tensor)
     results = [dispatch.run(op, op.plan(*args), args, device, "reference") for args in (without, with_poison)]
-    return [mine and BITWISE.difference(*pair) is None for mine, pair in zip(owned, zip(*results, strict=True), strict=True)]
+    return [
+        mine and BITWISE.difference(*pair) is None for mine, pair in zip(owned, zip(*results, strict=True), strict=True)
+    ]
 
 
 def _changed_elsewhere(op: Operator, plan, args: tuple, original: tuple) -> str | None:

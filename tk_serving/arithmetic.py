@@ -19,3 +19,8 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     total = torch.where(even & (error > 0), torch.nextafter(total, up), total)
     total = torch.where(even & (error < 0), torch.nextafter(total, -up), total)
     return total.float()
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """float32 square root, correctly rounded on any device; torch's own may miss the last bit on a CPU."""
+    return x.double().sqrt().float()

@@ -211,7 +211,9 @@ class _Parameter:
     def code(self, operator: str) -> tuple[list[str], list[str]]:
         """Source lines that check the kind of the argument, and the flat expressions passed to the schema."""
         name = self.name
-        expected = {"SymInt": "int", "SymInt[]": "ints", "Tensor[]": "tensors", "ScalarType": "torch.dtype"}.get(self.kind, self.kind)
+        expected = {"SymInt": "int", "SymInt[]": "ints", "Tensor[]": "tensors", "ScalarType": "torch.dtype"}.get(
+            self.kind, self.kind
+        )
         if self.pair:
             lines = [f"{name}_0, {name}_1 = __pair__({operator!r}, {name!r}, {name}, {self.tensor}, {self.optional})"]
             return lines, [f"{name}_0", f"{name}_1"]

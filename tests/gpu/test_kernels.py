@@ -1,9 +1,9 @@
-"""Ring 3: every kernel on the GPU against its reference on the same device, on the small cases and real models' shapes."""
+"""Ring 3: every kernel on the GPU against its reference on the same device, on small cases and real models' shapes."""
 
 import pytest
 import torch
+from harness import UncoveredError, check
 
-from harness import Uncovered, check
 from tk_serving import dispatch
 from tk_serving.operator import operators
 
@@ -31,7 +31,7 @@ def run(op, params, record_property, **how):
     record_property("operator", op.qualified_name)
     try:
         check(op, "kernel", params, device="cuda", **how)
-    except Uncovered as reason:
+    except UncoveredError as reason:
         pytest.skip(f"no kernel covers this call: {reason}")
     except AssertionError as difference:
         record_property("difference", str(difference))

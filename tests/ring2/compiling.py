@@ -49,7 +49,10 @@ def production_launches(op: Operator) -> list[Launch]:
 
 @functools.cache
 def nvcc() -> str | None:
-    return shutil.which("nvcc", path=os.pathsep.join(filter(None, [os.path.join(os.environ.get("CUDA_HOME", ""), "bin"), os.environ["PATH"]])))
+    return shutil.which(
+        "nvcc",
+        path=os.pathsep.join(filter(None, [os.path.join(os.environ.get("CUDA_HOME", ""), "bin"), os.environ["PATH"]])),
+    )
 
 
 @functools.cache
@@ -128,7 +131,10 @@ def _ptxas(cuda: str, arch: str) -> dict[str, dict]:
         run = subprocess.run([*command, "-o", f"{folder}/kernels.cubin", source], capture_output=True, text=True)
     output = run.stdout + run.stderr
     assert run.returncode == 0, output[:4000]
-    return {name: {"stack": int(stack), "spill": int(stores) + int(loads)} for name, stack, stores, loads in _PTXAS.findall(output)}
+    return {
+        name: {"stack": int(stack), "spill": int(stores) + int(loads)}
+        for name, stack, stores, loads in _PTXAS.findall(output)
+    }
 
 
 def _file(*key: str) -> pathlib.Path:

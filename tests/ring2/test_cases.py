@@ -3,8 +3,8 @@
 import zlib
 
 import pytest
+from harness import UncoveredError, check
 
-from harness import Uncovered, check
 from tk_serving import simulator
 from tk_serving.operator import operators
 
@@ -19,7 +19,7 @@ def test_simulated_kernel_equals_reference(op, case, misaligned):
     try:
         with simulator.options(fiber_seed=seed):
             check(op, "simulator", case, misalign=misaligned, seed=seed % 1000 if misaligned else 0)
-    except Uncovered as reason:
+    except UncoveredError as reason:
         pytest.skip(f"no kernel covers this call: {reason}")
     except ValueError as refusal:
         if not misaligned or "aligned" not in str(refusal):

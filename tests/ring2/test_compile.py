@@ -1,8 +1,8 @@
 """Ring 2: every kernel compiles for every architecture, with the atomics that were written and without local memory."""
 
 import pytest
-
 from compiling import case_launches, local_memory_reason, measure, nvcc, production_launches
+
 from tk_serving.compile.targets import ARCHS
 from tk_serving.operator import operators
 
@@ -22,4 +22,6 @@ def test_compiles(op, arch):
     assert not repeated, f"more atomics in the CUDA than written: {repeated}"
     local = {str(launch): measured[str(launch)] for launch in production if not local_memory_reason(launch)}
     local = {name: found for name, found in local.items() if found["stack"] or found["spill"]}
-    assert not local, f"ptxas reports local memory: {local}; avoid it, or say why in LOCAL_MEMORY of the kernel's module"
+    assert not local, (
+        f"ptxas reports local memory: {local}; avoid it, or say why in LOCAL_MEMORY of the kernel's module"
+    )

@@ -1,4 +1,4 @@
-"""The comparison of ring 2 sees faults: each one, put into the generated CUDA of a real kernel, makes some case fail."""
+"""The comparison of ring 2 sees faults: each, put into the generated CUDA of a real kernel, makes some case fail."""
 
 import re
 from collections.abc import Sequence
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-
 from harness import check, compare
+
 from tk_serving import simulator
 from tk_serving.operator import find
 from tk_serving.simulator import Kernel, SimulationError
@@ -40,8 +40,12 @@ BARRIER = r"\n *__syncthreads\(\);"
 FAULTS = [
     Fault("barrier after the histogram dropped", "get_fused_mapping", BARRIER, "", 1),
     Fault("barrier between the halves of a transpose dropped", "transpose", BARRIER, "", 0),
-    Fault("barrier reached by half of the threads", "transpose", BARRIER, r"\n if (threadIdx.x < 64) __syncthreads();", 0),
-    Fault("syncwarp and barrier after a read dropped", "get_fused_mapping", r"__syncwarp\(\);\s*__syncthreads\(\);", ""),
+    Fault(
+        "barrier reached by half of the threads", "transpose", BARRIER, r"\n if (threadIdx.x < 64) __syncthreads();", 0
+    ),
+    Fault(
+        "syncwarp and barrier after a read dropped", "get_fused_mapping", r"__syncwarp\(\);\s*__syncthreads\(\);", ""
+    ),
     Fault("atomic repeated", "get_fused_mapping", r"(?m)^( *AtomicAdd\(.*\);)$", r"\1 \1", 0),
     Fault("-1 guard missing", "expand_to_fused", r"\(int64_t\)0 <= place\[k\w*\]", "true"),
     Fault("-1 guard missing where rows are read", "reduce_fused", r"\(int64_t\)0 <= place\[k\w*\]", "true"),
@@ -51,8 +55,18 @@ FAULTS = [
     Fault("one row too many", "sinkhorn_normalize", r"\(tokens \* \(int64_t\)16\)", "((tokens + 1) * 16)"),
     Fault("one iteration short", "sinkhorn_normalize", r"repeat - 1", "repeat - 2"),
     Fault("last column left out", "per_token_cast", r"< \(width >> 3\)", "< ((width >> 3) - 1)"),
-    Fault("rounding towards zero", "per_token_cast", r"__nv_cvt_float2_to_fp8x2\(\(\(float2\*\)\(&(\w+)\)\)\[(\d)\]", r"chopped(((float2*)(&\1))[\2]"),
-    Fault("quotient instead of multiplier", "per_token_cast", r"\(0x1\.cp\+8f/\*4\.480000e\+02\*/ / capped\[0\]\)", "(1.0f / quotient[0])"),
+    Fault(
+        "rounding towards zero",
+        "per_token_cast",
+        r"__nv_cvt_float2_to_fp8x2\(\(\(float2\*\)\(&(\w+)\)\)\[(\d)\]",
+        r"chopped(((float2*)(&\1))[\2]",
+    ),
+    Fault(
+        "quotient instead of multiplier",
+        "per_token_cast",
+        r"\(0x1\.cp\+8f/\*4\.480000e\+02\*/ / capped\[0\]\)",
+        "(1.0f / quotient[0])",
+    ),
     Fault("nibbles swapped", "per_token_cast", r"\(eight\[(i_\d+)\] \* \(factor", r"(eight[\1 ^ 1] * (factor"),
     Fault("FP4 ties away from zero", "per_token_cast", r"0x1p\+1f/\*2\.0", "0x1.000002p+1f/*2.0"),
     Fault("scale row and column exchanged", "per_token_cast", r"(?m)^( *sf\[)", r"\1(blocks - 1) - "),

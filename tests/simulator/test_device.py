@@ -4,7 +4,7 @@ import math
 import re
 
 import pytest
-import tilelang.language as T
+import tilelang.language as T  # noqa: N812  the custom of TileLang
 import torch
 
 from tk_serving.simulator import Kernel
@@ -19,17 +19,16 @@ def evaluate(expression: str, a: torch.Tensor, b: torch.Tensor, out: torch.dtype
     ta, tb, to = (str(t).removeprefix("torch.") for t in (a.dtype, b.dtype, out))
 
     @T.prim_func
-    def lanes(A: T.Tensor((LANES,), ta), B: T.Tensor((LANES,), tb), O: T.Tensor((LANES,), to)):
+    def lanes(A: T.Tensor((LANES,), ta), B: T.Tensor((LANES,), tb), Y: T.Tensor((LANES,), to)):
         with T.Kernel(1, threads=LANES):
             t = T.get_thread_binding()
-            O[t] = T.cast(A[t], to) + T.cast(B[t], to)
+            Y[t] = T.cast(A[t], to) + T.cast(B[t], to)
 
     def edit(cuda: str) -> str:
-        body = (
-            "int lane = threadIdx.x; auto a = A[lane]; auto b = B[lane]; "
-            f"{setup} O[lane] = {expression};"
+        body = f"int lane = threadIdx.x; auto a = A[lane]; auto b = B[lane]; {setup} Y[lane] = {expression};"
+        return re.sub(r"(?m)^  [^\n]*Y\[[^\n]*\n|^  \w[^\n]*= [^\n]*;\n", "", cuda).replace(
+            ") {\n", ") {\n  " + body + "\n", 1
         )
-        return re.sub(r"(?m)^  [^\n]*O\[[^\n]*\n|^  \w[^\n]*= [^\n]*;\n", "", cuda).replace(") {\n", ") {\n  " + body + "\n", 1)
 
     result = torch.zeros(LANES, dtype=out)
     Kernel("lanes", lanes, edit)(a, b, result)
@@ -38,7 +37,9 @@ def evaluate(expression: str, a: torch.Tensor, b: torch.Tensor, out: torch.dtype
 
 def fill(values, dtype: torch.dtype) -> torch.Tensor:
     values = list(values)
-    return torch.tensor((values * LANES)[:LANES], dtype=torch.float64 if dtype.is_floating_point else torch.int64).to(dtype)
+    return torch.tensor((values * LANES)[:LANES], dtype=torch.float64 if dtype.is_floating_point else torch.int64).to(
+        dtype
+    )
 
 
 def check(expression, a, b, expected, dtypes=(torch.int32, torch.int32, torch.int32), setup=""):
@@ -143,28 +144,65 @@ NUMBERS = [
 
 CONVERSIONS = [
     # Ties to even, saturation, signed zero and NaN of the 8-bit formats, by NVIDIA's host conversions.
-    ("float(fp8_e4_t(a))", [17.0, 19.0, 500.0, -1e9, NAN, 0.001], [0], [16.0, 20.0, 448.0, -448.0, NAN, 2.0**-9 * 1], FLOATS),
+    (
+        "float(fp8_e4_t(a))",
+        [17.0, 19.0, 500.0, -1e9, NAN, 0.001],
+        [0],
+        [16.0, 20.0, 448.0, -448.0, NAN, 2.0**-9 * 1],
+        FLOATS,
+    ),
     ("float(fp8_e5_t(a))", [1.125, 1e9, NAN], [0], [1.0, 57344.0, NAN], FLOATS),
     ("(float)(half_t)a", [1 + 2.0**-11, 1 + 3 * 2.0**-11, 1e9], [0], [1.0, 1 + 2.0**-9, INF], FLOATS),
     ("(float)(bfloat16_t)a", [1 + 2.0**-8, 1 + 3 * 2.0**-8], [0], [1.0, 1 + 2.0**-6], FLOATS),
     ("__bfloat162float(__float2bfloat16_rz(a))", [1 + 2.0**-7 - EPS], [0], [1.0], FLOATS),
-    ("__low2float(__hadd2(__floats2bfloat162_rn(a, b), __floats2bfloat162_rn(1.0f, 2.0f)))", [1.5], [3.0], [2.5], FLOATS),
+    (
+        "__low2float(__hadd2(__floats2bfloat162_rn(a, b), __floats2bfloat162_rn(1.0f, 2.0f)))",
+        [1.5],
+        [3.0],
+        [2.5],
+        FLOATS,
+    ),
     ("__high2float(__hmul2(__floats2half2_rn(a, b), __floats2half2_rn(1.0f, 2.0f)))", [1.5], [3.0], [6.0], FLOATS),
     # A bfloat16 fma rounds once: just below the middle between two values, which float32 would round to the middle.
-    ("__bfloat162float(__hfma((__nv_bfloat16)a, (__nv_bfloat16)b, (__nv_bfloat16)-0x1p-40f))", [1 + 2.0**-7], [1.5], [1.5 + 2.0**-7], FLOATS),
-    ("__bfloat162float(__hfma((__nv_bfloat16)a, (__nv_bfloat16)b, (__nv_bfloat16)-0x1p-90f))", [1 + 2.0**-7], [1.5], [1.5 + 2.0**-7], FLOATS),
+    (
+        "__bfloat162float(__hfma((__nv_bfloat16)a, (__nv_bfloat16)b, (__nv_bfloat16)-0x1p-40f))",
+        [1 + 2.0**-7],
+        [1.5],
+        [1.5 + 2.0**-7],
+        FLOATS,
+    ),
+    (
+        "__bfloat162float(__hfma((__nv_bfloat16)a, (__nv_bfloat16)b, (__nv_bfloat16)-0x1p-90f))",
+        [1 + 2.0**-7],
+        [1.5],
+        [1.5 + 2.0**-7],
+        FLOATS,
+    ),
     ("(float)__nv_fp8_e8m0(a)", [1.0, 4.0], [0], [1.0, 4.0], FLOATS),
-    ("__nv_cvt_float_to_fp4(a, __NV_E2M1, cudaRoundNearest)", [0.25, 0.75, 5.0, -9.0, 2.5], [0], [0, 2, 6, 15, 4], (F32, F32, I32)),
+    (
+        "__nv_cvt_float_to_fp4(a, __NV_E2M1, cudaRoundNearest)",
+        [0.25, 0.75, 5.0, -9.0, 2.5],
+        [0],
+        [0, 2, 6, 15, 4],
+        (F32, F32, I32),
+    ),
 ]
 
 ATOMICS = [
-    ("(__syncthreads(), __ldcg(&O[0]))", [0], [0], [496], (I32, I32, I32), "O[lane] = 0; __syncthreads(); atomicAdd(&O[0], lane);"),
-    ("atomicMax(&O[lane], a)", [5], [0], [0], (I32, I32, I32), ""),
-    ("(AtomicAdd(&O[lane], a), O[lane])", [1.5], [0], [1.5], FLOATS, ""),
-    ("(AtomicMax(&O[lane], a), O[lane])", [7], [0], [7], INTS, ""),
-    ("(AtomicOr(&O[lane], a), O[lane])", [6], [0], [6], INTS, ""),
-    ("atomicCAS(&O[lane], 0, a) + O[lane]", [9], [0], [9], INTS, ""),
-    ("atomicExch(&O[lane], a) + O[lane]", [9], [0], [9], LONGS, ""),
+    (
+        "(__syncthreads(), __ldcg(&Y[0]))",
+        [0],
+        [0],
+        [496],
+        (I32, I32, I32),
+        "Y[lane] = 0; __syncthreads(); atomicAdd(&Y[0], lane);",
+    ),
+    ("atomicMax(&Y[lane], a)", [5], [0], [0], (I32, I32, I32), ""),
+    ("(AtomicAdd(&Y[lane], a), Y[lane])", [1.5], [0], [1.5], FLOATS, ""),
+    ("(AtomicMax(&Y[lane], a), Y[lane])", [7], [0], [7], INTS, ""),
+    ("(AtomicOr(&Y[lane], a), Y[lane])", [6], [0], [6], INTS, ""),
+    ("atomicCAS(&Y[lane], 0, a) + Y[lane]", [9], [0], [9], INTS, ""),
+    ("atomicExch(&Y[lane], a) + Y[lane]", [9], [0], [9], LONGS, ""),
 ]
 
 
@@ -176,3 +214,27 @@ def test_expression(expression, a, b, expected, dtypes):
 @pytest.mark.parametrize(("expression", "a", "b", "expected", "dtypes", "setup"), ATOMICS)
 def test_atomic(expression, a, b, expected, dtypes, setup):
     check(expression, a, b, expected, dtypes, setup)
+
+
+def test_tensor_core_product():
+    """mma.m16n8k8 on TF32, with the fragment layout of the PTX manual."""
+    a, b = torch.randn(16, 8), torch.randn(8, 8)
+
+    @T.prim_func
+    def lanes(A: T.Tensor((16, 8), "float32"), B: T.Tensor((8, 8), "float32"), Y: T.Tensor((16, 8), "float32")):
+        with T.Kernel(1, threads=LANES):
+            t = T.get_thread_binding()
+            Y[t // 2, t % 8] = A[t // 2, t % 8] + B[t // 4, t % 8]
+
+    body = """
+      int g = threadIdx.x / 4, t = threadIdx.x % 4;
+      unsigned a[4], b[2]; float c[4] = {1, 1, 1, 1};
+      for (int r = 0; r < 4; r++) a[r] = __float_as_uint(A[(g + 8 * (r & 1)) * 8 + t + 4 * (r >> 1)]);
+      for (int r = 0; r < 2; r++) b[r] = __float_as_uint(B[(t + 4 * r) * 8 + g]);
+      sim::mma_tf32_16x8x8(c, a, b);
+      for (int r = 0; r < 4; r++) Y[(g + 8 * (r >> 1)) * 8 + 2 * t + (r & 1)] = c[r];
+      return;"""
+    result = torch.zeros(16, 8)
+    Kernel("lanes", lanes, lambda cuda: cuda.replace(") {\n", ") {\n" + body, 1))(a, b, result)
+    tf32 = [(x.view(torch.int32) & ~0x1FFF).view(torch.float32).double() for x in (a, b)]
+    assert torch.allclose(result.double(), tf32[0] @ tf32[1] + 1, rtol=1e-6, atol=1e-6)

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-import tilelang.language as T
+import tilelang.language as T  # noqa: N812  the custom of TileLang
 import torch
 
 from tk_serving.simulator import Kernel, SimulationError
@@ -13,12 +13,12 @@ N = 128
 
 
 @T.prim_func
-def reverse(X: T.Tensor((N,), "float32"), O: T.Tensor((N,), "float32")):
+def reverse(X: T.Tensor((N,), "float32"), Y: T.Tensor((N,), "float32")):
     with T.Kernel(1, threads=N):
         buffer = T.alloc_shared((N,), "float32")
         t = T.get_thread_binding()
         buffer[t] = X[t]
-        O[t] = buffer[N - 1 - t]
+        Y[t] = buffer[N - 1 - t]
 
 
 def launch(edit, seed=None, values=None, function=reverse):
@@ -47,25 +47,40 @@ def test_correct_kernel_runs():
 
 FAULTS = [
     ([(r"  __syncthreads\(\);\n", "")], "race in shared memory: .* thread"),
-    (first("if (threadIdx.x < 64) __syncthreads();"), "barrier divergence|deadlock: threads 0-63 wait at __syncthreads"),
-    (first("if (threadIdx.x == 5) return;"), r"deadlock: threads 0-4,6-127 wait at __syncthreads \(line \d+: `__syncthreads"),
+    (
+        first("if (threadIdx.x < 64) __syncthreads();"),
+        "barrier divergence|deadlock: threads 0-63 wait at __syncthreads",
+    ),
+    (
+        first("if (threadIdx.x == 5) return;"),
+        r"deadlock: threads 0-4,6-127 wait at __syncthreads \(line \d+: `__syncthreads",
+    ),
     (first("if (threadIdx.x < 16) __shfl_xor_sync(0xffffffff, 1, 1);"), "deadlock|different operations"),
-    (first("if (threadIdx.x & 1) __ballot_sync(~0u, 1); else __shfl_sync(~0u, 1, 0);"), "lanes of a warp meet in different operations"),
+    (
+        first("if (threadIdx.x & 1) __ballot_sync(~0u, 1); else __shfl_sync(~0u, 1, 0);"),
+        "lanes of a warp meet in different operations",
+    ),
     (first("__syncwarp(0xffff);"), "leaves out its own lane"),
-    (first("O[threadIdx.x + 1] = 0;"), r"thread \(127,0,0\): writes 4 bytes out of bounds: 0 bytes past the end of O"),
-    (first("O[0] += X[threadIdx.x * 1000000000ll];"), "reads 4 bytes out of bounds: .* past the end of"),
-    (first("O[0] += X[(int)threadIdx.x - 1];"), "reads 4 bytes out of bounds: 4 bytes before X"),
+    (first("Y[threadIdx.x + 1] = 0;"), r"thread \(127,0,0\): writes 4 bytes out of bounds: 0 bytes past the end of O"),
+    (first("Y[0] += X[threadIdx.x * 1000000000ll];"), "reads 4 bytes out of bounds: .* past the end of"),
+    (first("Y[0] += X[(int)threadIdx.x - 1];"), "reads 4 bytes out of bounds: 4 bytes before X"),
     (first("*(int*)0 = 1;"), "writes 4 bytes"),
-    (first("((float4*)(O + 1))->x = 1;"), "misaligned address: an access of type .*float4.* needs 16 bytes"),
+    (first("((float4*)(Y + 1))->x = 1;"), "misaligned address: an access of type .*float4.* needs 16 bytes"),
     (first("*(int2*)((char*)X + 4) = int2{1, 2};"), "misaligned address"),
-    (first("float z[4]; for (int i = 0; i < 4; i++) z[i] = i; O[0] = z[(int)threadIdx.x];"), "index [0-9]+ is out of bounds of a local"),
-    (first("O[0] = 1 << (int)threadIdx.x;"), "shift of .*int.* by [0-9]+"),
-    (first("O[0] = 7 / (int)threadIdx.x;"), "division by zero"),
-    (first("O[0] = (int)(X[threadIdx.x] * 1e30f);"), "conversion of .*float.* to .*int.* out of range"),
+    (
+        first("float z[4]; for (int i = 0; i < 4; i++) z[i] = i; Y[0] = z[(int)threadIdx.x];"),
+        "index [0-9]+ is out of bounds of a local",
+    ),
+    (first("Y[0] = 1 << (int)threadIdx.x;"), "shift of .*int.* by [0-9]+"),
+    (first("Y[0] = 7 / (int)threadIdx.x;"), "division by zero"),
+    (first("Y[0] = (int)(X[threadIdx.x] * 1e30f);"), "conversion of .*float.* to .*int.* out of range"),
     (first('asm volatile("wgmma.fence.sync.aligned;");'), "unknown PTX: wgmma.fence.sync.aligned"),
     (first("__activemask();"), "__activemask"),
     (first("__trap();"), "__trap"),
-    (first('asm volatile("bar.sync %0, %1;" :: "r"(threadIdx.x < 64 ? 1 : 2), "r"(128));'), "deadlock: .*barrier 1.*barrier 2"),
+    (
+        first('asm volatile("bar.sync %0, %1;" :: "r"(threadIdx.x < 64 ? 1 : 2), "r"(128));'),
+        "deadlock: .*barrier 1.*barrier 2",
+    ),
     (first('asm volatile("bar.sync %0, %1;" :: "r"(1), "r"(100));'), "barrier 1 for 100 of 128 threads"),
 ]
 
@@ -79,8 +94,8 @@ def test_fault(edit, message, seed):
 
 
 def test_message_quotes_the_line():
-    with pytest.raises(SimulationError, match=r"line \d+: `O\[threadIdx.x \+ 1\] = 0;`"):
-        launch(first("O[threadIdx.x + 1] = 0;"))
+    with pytest.raises(SimulationError, match=r"line \d+: `Y\[threadIdx.x \+ 1\] = 0;`"):
+        launch(first("Y[threadIdx.x + 1] = 0;"))
 
 
 def test_the_process_survives_a_fault():
@@ -105,7 +120,10 @@ def test_same_value_is_no_race():
 
 def test_syncwarp_orders_the_lanes_of_a_warp():
     store = r"\n  (buffer)\[.*;\n"
-    swap = r"\n  \1[threadIdx.x] = X[threadIdx.x];\n  %s float v = \1[threadIdx.x ^ 1];\n  __syncthreads();\n  \1[threadIdx.x] = v;\n"
+    swap = (
+        r"\n  \1[threadIdx.x] = X[threadIdx.x];\n  %s float v = \1[threadIdx.x ^ 1];\n  __syncthreads();"
+        r"\n  \1[threadIdx.x] = v;\n"
+    )
     assert launch([(store, swap % "__syncwarp();")])[0] == 126
     with pytest.raises(SimulationError, match="race"):
         launch([(store, swap % "")])
@@ -121,27 +139,28 @@ def test_unwritten_shared_memory_is_nan():
 
 
 def test_unwritten_local_array_is_garbage():
-    out = launch(first("\n  float z[4];\n  if (X[0] > 5) z[1] = 3; O[threadIdx.x] = z[1]; return;"))  # X[0] is 0
+    out = launch(first("\n  float z[4];\n  if (X[0] > 5) z[1] = 3; Y[threadIdx.x] = z[1]; return;"))  # X[0] is 0
     assert out.isnan().all()
 
 
 def test_async_copy_arrives_when_waited_for():
     copy = (
-        "__shared__ __align__(16) float s[4]; if (threadIdx.x == 0) { tl::cp_async_gs<16>(s, X + 4); tl::cp_async_commit(); %s }"
-        " __syncthreads(); O[threadIdx.x] = s[threadIdx.x & 3]; return;"
+        "__shared__ __align__(16) float s[4];"
+        " if (threadIdx.x == 0) { tl::cp_async_gs<16>(s, X + 4); tl::cp_async_commit(); %s }"
+        " __syncthreads(); Y[threadIdx.x] = s[threadIdx.x & 3]; return;"
     )
     assert launch(first(copy % "tl::cp_async_wait<0>();"))[:4].tolist() == [4, 5, 6, 7]
     assert launch(first(copy % "tl::cp_async_wait<1>();"))[:4].isnan().all()
-    with pytest.raises(SimulationError, match="misaligned address: cp.async"):
+    with pytest.raises(SimulationError, match=r"misaligned address: cp\.async"):
         launch(first((copy % "tl::cp_async_wait<0>();").replace("X + 4", "X + 5")))
 
 
 def test_random_order_finds_a_race_between_blocks():
     @T.prim_func
-    def last_wins(X: T.Tensor((N,), "float32"), O: T.Tensor((1,), "float32")):
+    def last_wins(X: T.Tensor((N,), "float32"), Y: T.Tensor((1,), "float32")):
         with T.Kernel(N, threads=32) as b:
             if T.get_thread_binding() == 0:
-                O[0] = X[b]
+                Y[0] = X[b]
 
     x = torch.arange(N, dtype=torch.float32)
     found = {launch([], seed, (x, torch.zeros(1)), last_wins).item() for seed in (None, 1, 2, 3)}
@@ -168,9 +187,9 @@ def test_empty_grid_is_refused():
     rows = T.dynamic("rows")
 
     @T.prim_func
-    def copy(X: T.Tensor((rows, 32), "float32"), O: T.Tensor((rows, 32), "float32")):
+    def copy(X: T.Tensor((rows, 32), "float32"), Y: T.Tensor((rows, 32), "float32")):
         with T.Kernel(rows, threads=32) as b:
-            O[b, T.get_thread_binding()] = X[b, T.get_thread_binding()]
+            Y[b, T.get_thread_binding()] = X[b, T.get_thread_binding()]
 
     with pytest.raises(SimulationError, match="copy_kernel: invalid grid 0x1x1"):
         Kernel("copy", copy)(torch.zeros(0, 32), torch.zeros(0, 32))

@@ -1,7 +1,7 @@
 """Simulated kernels on CPU tensors: layouts, types, launches, options, dispatch."""
 
 import pytest
-import tilelang.language as T
+import tilelang.language as T  # noqa: N812  the custom of TileLang
 import torch
 
 from tk_serving import dispatch, simulator
@@ -18,13 +18,13 @@ def strided_copy(dtype: str = "float32", columns: int = 24):
 
     @T.prim_func
     def copy(
-        X: T.StridedTensor((m, columns), (s, 1), dtype),  # noqa: F821
-        O: T.StridedTensor((m, columns), (1, r), dtype),  # noqa: F821
+        X: T.StridedTensor((m, columns), (s, 1), dtype),
+        Y: T.StridedTensor((m, columns), (1, r), dtype),
     ):
         with T.Kernel(m, threads=32) as b:
             t = T.get_thread_binding()
             if t < columns:
-                O[b, t] = X[b, t]
+                Y[b, t] = X[b, t]
 
     return copy
 
@@ -99,11 +99,23 @@ def test_several_kernels_in_one_function():
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float64", "float16", "bfloat16", "int64", "int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"]
+    "dtype",
+    [
+        "float64",
+        "float16",
+        "bfloat16",
+        "int64",
+        "int8",
+        "uint8",
+        "bool",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e8m0fnu",
+    ],
 )
 def test_dtypes(dtype):
     @T.prim_func
-    def move(X: T.Tensor((256,), dtype), O: T.Tensor((256,), dtype)):
+    def move(X: T.Tensor((256,), dtype), Y: T.Tensor((256,), dtype)):
         with T.Kernel(1, threads=128):
             buffer = T.alloc_shared((256,), dtype)
             t = T.get_thread_binding()
@@ -111,7 +123,7 @@ def test_dtypes(dtype):
                 buffer[t * 2 + i] = X[t * 2 + i]
             T.sync_threads()
             for i in T.serial(2):
-                O[i * 128 + t] = buffer[i * 128 + t]
+                Y[i * 128 + t] = buffer[i * 128 + t]
 
     kind = getattr(torch, dtype)
     codes = (torch.arange(256) % (2 if dtype == "bool" else 256)).to(torch.uint8)
@@ -125,14 +137,14 @@ def test_deep_stacks_and_a_full_block():
     size = 12 * 1024
 
     @T.prim_func
-    def deep(O: T.Tensor((1024,), "float32")):
+    def deep(Y: T.Tensor((1024,), "float32")):
         with T.Kernel(1, threads=1024):
             t = T.get_thread_binding()
             local = T.alloc_local((size,), "float32")
             for i in T.serial(size):
                 local[i] = T.cast(t, "float32")
             T.sync_threads()
-            O[t] = local[(t * 11) % size]
+            Y[t] = local[(t * 11) % size]
 
     out = torch.zeros(1024)
     Kernel("deep", deep)(out)
@@ -142,14 +154,14 @@ def test_deep_stacks_and_a_full_block():
 def test_large_dynamic_shared_memory():
     def function(kib):
         @T.prim_func
-        def big(X: T.Tensor((32,), "float32"), O: T.Tensor((32,), "float32")):
+        def big(X: T.Tensor((32,), "float32"), Y: T.Tensor((32,), "float32")):
             with T.Kernel(1, threads=32):
                 buffer = T.alloc_shared((kib * 8, 32), "float32")
                 t = T.get_thread_binding()
                 for i in T.serial(kib * 8):
                     buffer[i, t] = X[t] + T.cast(i, "float32")
                 T.sync_threads()
-                O[t] = buffer[kib * 8 - 1, 31 - t]
+                Y[t] = buffer[kib * 8 - 1, 31 - t]
 
         return big
 
@@ -162,10 +174,10 @@ def test_large_dynamic_shared_memory():
 
 def test_two_and_three_dimensional_grids_and_blocks():
     @T.prim_func
-    def where(O: T.Tensor((2, 3, 4, 2, 32), "int32")):
+    def where(Y: T.Tensor((2, 3, 4, 2, 32), "int32")):
         with T.Kernel(4, 3, 2, threads=(32, 2)) as (x, y, z):
             tx, ty = T.get_thread_binding(0), T.get_thread_binding(1)
-            O[z, y, x, ty, tx] = tx + 100 * ty + 1000 * x + 10000 * y + 100000 * z
+            Y[z, y, x, ty, tx] = tx + 100 * ty + 1000 * x + 10000 * y + 100000 * z
 
     out = torch.zeros(2, 3, 4, 2, 32, dtype=torch.int32)
     Kernel("where", where)(out, options=simulator.Options(fiber_seed=1))
@@ -201,7 +213,7 @@ def test_unwritten_outputs_and_scratch_are_poisoned(monkeypatch):
 def test_padding_of_allocated_storage_may_be_written():
     storage = torch.zeros(24 * 8)
     out = storage.as_strided((5, 24), (1, 8))
-    beyond = Kernel("copy", strided_copy(), lambda cuda: cuda.replace("O[", "O[1 + "))
+    beyond = Kernel("copy", strided_copy(), lambda cuda: cuda.replace("Y[", "Y[1 + "))
     with pytest.raises(SimulationError, match="writes 4 bytes between the rows of O"):
         beyond(torch.randn(5, 24), out)
     beyond(torch.randn(5, 24), out, whole=[out])
@@ -225,8 +237,12 @@ def test_kernels_are_loaded_once():
 
 
 def test_options_are_restored():
+    def fail():
+        with simulator.options(fiber_seed=1, poison=False):
+            assert simulator._options == simulator.Options(fiber_seed=1, poison=False)
+            raise RuntimeError("inside")
+
     before = simulator._options
-    with pytest.raises(RuntimeError, match="inside"), simulator.options(fiber_seed=1, poison=False):
-        assert simulator._options == simulator.Options(fiber_seed=1, poison=False)
-        raise RuntimeError("inside")
+    with pytest.raises(RuntimeError, match="inside"):
+        fail()
     assert simulator._options is before

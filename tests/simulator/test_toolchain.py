@@ -23,7 +23,9 @@ print(kernel._path)
 
 def process(cache, script=BUILD_ONE, **environment):
     environment = {**os.environ, "TK_SERVING_SIMULATOR_CACHE": str(cache), **environment}
-    return subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def finish(started):
@@ -102,13 +104,14 @@ def test_no_compiler(bare):
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ('asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(f(a, ")")));', "sim::barrier_wait((id), (f(a, \")\")),"),
+        ('asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(f(a, ")")));', 'sim::barrier_wait((id), (f(a, ")")),'),
         ('asm("redux.sync.max.s32 %0, %1, %2;" : "=r"(x) : "r"(v), "r"(m));', "(x) = __reduce_max_sync((m), (v));"),
         ('asm("mov.u32 %0, %laneid;" : "=r"(x));', "(x) = sim::lane();"),
         ('asm volatile("fence.proxy.async;" ::: "memory");', "(void)0;"),
         ('asm("tcgen05.alloc %0;" :: "r"(x));', 'sim::fail("unknown PTX: %s", "tcgen05.alloc %0");'),
         (
-            'asm("{\\n .reg .pred p;\\n setp.ne.b32 p, %2, 0;\\n @p st.global.u32 [%0], %1;\\n}\\n" :: "l"(q), "r"(d), "r"((int)c));',
+            'asm("{\\n .reg .pred p;\\n setp.ne.b32 p, %2, 0;\\n @p st.global.u32 [%0], %1;\\n}\\n"'
+            ' :: "l"(q), "r"(d), "r"((int)c));',
             "if (((int)c)) *(unsigned*)((q)) = (d);",
         ),
         ("int asmx = 1; // no asm", "int asmx = 1; // no asm"),

@@ -458,7 +458,8 @@ def test_swiglu_operator_of_vllm_is_overridden(applied):
     torch.ops._C.silu_and_mul(theirs, x)
     (cuda,) = swiglu.SITES[0].patches
     assert isinstance(cuda, Override)
-    applied(dataclasses.replace(swiglu.SITES[0], patches=(dataclasses.replace(cuda, dispatch_key="CPU"),)))
+    cpu = dataclasses.replace(cuda, dispatch_key="CPU", schema=cuda.schema.replace("result", "out"))
+    applied(dataclasses.replace(swiglu.SITES[0], patches=(cpu,)))
     torch.ops._C.silu_and_mul(ours, x)
     torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-9)
     assert dispatch.counters()[0]["calls"] == 1

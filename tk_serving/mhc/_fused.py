@@ -51,7 +51,7 @@ class UpdatedLayerInput(NamedTuple):
     pre_mix: Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Step:
     """The arguments of one call.
 

@@ -70,7 +70,7 @@ NONE, FIRST, MIXED = "none", "first", "mixed"
 """What the pass over the streams also writes as a sublayer's input; see ``kernels/norm_fn.py``."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Tensors:
     """Tensors of one pass; absent ones are None."""
 

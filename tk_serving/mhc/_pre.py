@@ -28,7 +28,7 @@ def mix_outputs(lead: Sequence[int]) -> tuple[Out, Out]:
     return Out((*lead, MULT, 1), F32), Out((*lead, MULT, MULT), F32)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Values:
     """Numbers of one call, as the kernel takes them."""
 
@@ -40,7 +40,7 @@ class Values:
     norm_eps: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Tensors:
     """Tensors of one call; absent ones are None."""
 
@@ -110,7 +110,7 @@ def finish(
             scale[:1] if t.norm_weight is None else rows(t.norm_weight),
             mix if t.pre is None else t.pre.view(-1, MULT),
             mix if t.post is None else t.post.view(-1, MULT),
-            mix.expand(MULT, MULT).reshape(1, -1) if t.comb is None else rows(t.comb, MULT * MULT),
+            mix.expand(MULT, MULT).reshape(1, -1) if t.comb is None else t.comb.view(-1, MULT * MULT),
             wide if t.out is None else t.out.view(-1, size),
             wide if t.data is None else t.data,
             scale[:1] if t.sf is None else t.sf,

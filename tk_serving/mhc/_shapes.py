@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tk_serving.expect import Expect
-from tk_serving.layout import address, aligned
+from tk_serving.layout import WORD, address, aligned
 from tk_serving.operator import Existing, Out
 
 MULT = 4
@@ -88,6 +88,8 @@ def count(sizes: Sequence[int]) -> int:
 
 def rows(tensor: Tensor, *tail: int) -> Tensor:
     """[..., *tail] as contiguous [tokens, *tail] readable in 16-byte words; a copy where that takes one."""
+    if tensor.is_contiguous() and tensor.data_ptr() % WORD == 0:
+        return tensor.view(-1, *tail)
     flat = tensor.reshape(-1, *tail).contiguous()
     return flat if aligned(flat.view(-1)) else flat.clone()
 

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from tk_serving.compare import Close
 from tk_serving.expect import Expect
+from tk_serving.layout import aligned
 from tk_serving.mhc import _pre
 from tk_serving.mhc._math import ascending_sum, inverse_rms
 from tk_serving.mhc._shapes import BF16, F32, MIXES, MULT, hidden, lead
@@ -61,7 +62,8 @@ def _plan(
             mul, sqr, scale, base, residual, post=post, comb=comb, out=out
         ),
     )
-    return Plan((), (launch,) if tokens else ())
+    refusal = None if aligned(layer_input.view(-1)) else "layer_input does not start on 16 bytes"
+    return Plan((), (launch,) if tokens else (), refusal=refusal if tokens else None)
 
 
 def _inputs(make: Maker, *, tokens: int, hidden: int, splits: int = 16) -> tuple:

@@ -5,7 +5,7 @@ from torch import Tensor
 from tk_serving.compare import Close
 from tk_serving.expect import Expect
 from tk_serving.mhc._math import column_scale, sigmoid
-from tk_serving.mhc._shapes import F32, MIXES, MULT, count, lead, mult, owned, result, rows
+from tk_serving.mhc._shapes import F32, MIXES, MULT, count, lead, mult, owned, result
 from tk_serving.operator import Launch, Plan, operator
 from tk_serving.workloads import Maker, serving
 
@@ -42,7 +42,7 @@ def _plan(
             base,
             outs[0].view(-1, MULT),
             outs[1].view(-1, MULT),
-            rows(outs[2], MULT * MULT),
+            outs[2].view(-1, MULT * MULT),
             post_mult,
             pre_eps,
         ),

@@ -17,6 +17,7 @@ MAX_SLOTS = 32
 SCORING = ("sigmoid", "sqrtsoftplus", "softmax")
 LARGEST = torch.finfo(torch.float32).max
 TINY = 1e-20
+MAX_SPREAD_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,11 @@ def verify(
         copies = to_physical_map.shape[1]
         _contents.below(expect, "logical_count", logical_count, copies + 1)
         _contents.below(expect, "to_physical_map", to_physical_map, logits.shape[1] + copies - 1)
+
+
+def is_spread(tokens: int) -> bool:
+    """Whether the kernel takes a block for each token: as long as all blocks run at once, for the latency."""
+    return tokens <= MAX_SPREAD_TOKENS
 
 
 OPTIONAL = (

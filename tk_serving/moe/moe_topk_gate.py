@@ -93,6 +93,7 @@ def _plan(
             unmapped_topk_idx=unmapped_topk_idx,
             scores=scores,
         ),
+        "spread": hash_table is None and _gating.is_spread(tokens),
     }
     return Plan(results, (Launch("moe.gate", config, _arguments),) if tokens else ())
 

@@ -75,6 +75,7 @@ def _plan(
             logical_count=logical_count,
             unmapped_topk_idx=unmapped_topk_idx,
         ),
+        "spread": _gating.is_spread(tokens),
     }
     shape = (tokens, num_topk + shared)
     launches = (Launch("moe.gate", config, _arguments),) if tokens else ()

@@ -72,7 +72,9 @@ def _launch(indices: list[int], block_size: int, sf0s: list[Tensor], sf1s: list[
     return Launch("quant.transpose_weight_sf", {"block_size": block_size, "wide": wide}, arguments)
 
 
-def _inputs(make: Maker, *, tokens: int, weights: list[tuple[int, ...]], block_size: int, transposed: bool = False) -> tuple:
+def _inputs(
+    make: Maker, *, tokens: int, weights: list[tuple[int, ...]], block_size: int, transposed: bool = False
+) -> tuple:
     """``tokens`` is not used: weights have none."""
     sf, flags, sf0s, sf1s = [], [], [], []
     for i, (*groups, n, k) in enumerate(weights):

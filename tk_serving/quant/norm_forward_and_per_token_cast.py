@@ -195,7 +195,7 @@ def _inputs(
         },
         {"tokens": 3, "hidden": 672, "npc": 32, "dtype": "float32", "weighted": False, "with_out_bf16": True, "batch": 2},
         {
-            "tokens": 5,
+            "tokens": 4,
             "hidden": 1408,
             "npc": 128,
             "column_major": True,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tk_serving.arithmetic import sqrt
 from tk_serving.expect import Expect, short
 from tk_serving.layout import aligned
 from tk_serving.plan import Existing, Launch, Out
@@ -96,7 +97,7 @@ def normalize(
     values = x.float()
     number = torch.full(x.shape[:-1], float(x.shape[-1]), device=x.device)
     mean = sums.row_sum(values * values) / number
-    rstd = torch.ones_like(mean) / torch.sqrt(mean + torch.full_like(mean, eps))
+    rstd = torch.ones_like(mean) / sqrt(mean + torch.full_like(mean, eps))
     return (values * rstd[..., None] * scaled(weight, out_scale, x)).to(x.dtype), rstd, x
 
 

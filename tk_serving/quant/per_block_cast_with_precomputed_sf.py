@@ -35,7 +35,14 @@ def _plan(
 
 
 def _inputs(
-    make: Maker, *, tokens: int, block: tuple[int, int], hidden: int, layout: str, values: str = "normal", **given: object
+    make: Maker,
+    *,
+    tokens: int,
+    block: tuple[int, int],
+    hidden: int,
+    layout: str,
+    values: str = "normal",
+    **given: object,
 ) -> tuple:
     x, fmt, *_ = block_casting.inputs(make, tokens=tokens, block=block, hidden=hidden, values=values, **given)
     sf = samples.scale_matrix(make, -(-tokens // block[0]), -(-hidden // block[1]), layout)

@@ -75,7 +75,9 @@ class Kernel:
             for name, value in zip(self.parameters, values, strict=False):
                 if isinstance(value, Tensor) and value.numel():
                     storage = value.untyped_storage()
-                    extent = (storage.data_ptr(), 1, 0, storage.nbytes()) if storage.data_ptr() in storages else rows(value)
+                    extent = (
+                        (storage.data_ptr(), 1, 0, storage.nbytes()) if storage.data_ptr() in storages else rows(value)
+                    )
                     self._scheduler.sim_add_argument(name.encode(), *extent)
             if self._entry(None, packed.array, len(values), (ctypes.c_char * 64)()):
                 message = self._scheduler.sim_error().decode(errors="replace")
@@ -94,14 +96,16 @@ class Kernel:
 
     def _line_of(self, address: int) -> str:
         """``file:line`` of a return address, where inlined the line of the kernel itself."""
-        base = ctypes.c_void_p.in_dll(self._library, "sim_image").value
+        base = ctypes.c_void_p.in_dll(self._library, "sim_image").value or 0
         command = ["addr2line", "-i", "-e", str(self._path), hex(address - base - 1)]
         try:
             found = subprocess.run(command, capture_output=True, text=True).stdout.split()
         except FileNotFoundError:
             return hex(address)
         places = [Path(place).name for place in found if ":" in place]
-        return next((place for place in places if place.startswith(f"{self.name}.cu:")), places[0] if places else hex(address))
+        return next(
+            (place for place in places if place.startswith(f"{self.name}.cu:")), places[0] if places else hex(address)
+        )
 
 
 def rows(tensor: Tensor) -> tuple[int, int, int, int]:

@@ -29,7 +29,10 @@ _FORMS: tuple[tuple[str, str], ...] = (
     (r"red\.\S*\.or\.b32 \[%0\], %1", "atomicOr(reinterpret_cast<unsigned*>({0}), {1})"),
     (r"red\.\S*\.or\.b64 \[%0\], %1", "atomicOr(reinterpret_cast<unsigned long long*>({0}), {1})"),
     # Predicated and vector accesses of TileLang's copy templates; the value keeps its old content where not loaded.
-    (r"setp\.ne\.b32 p, %2, 0; mov\.b32 %0, %3; @p ld\.global\S*\.u32 %0, \[%1\]", "if ({2}) {0} = *(const unsigned*)({1})"),
+    (
+        r"setp\.ne\.b32 p, %2, 0; mov\.b32 %0, %3; @p ld\.global\S*\.u32 %0, \[%1\]",
+        "if ({2}) {0} = *(const unsigned*)({1})",
+    ),
     (
         r"setp\.ne\.b32 p, %3, 0; mov\.b32 .*; @p ld\.global\S*\.v2\.u32 \{%0, %1\}, \[%2\]",
         "if ({3}) {{ uint2 v_ = *(const uint2*)({2}); {0} = v_.x; {1} = v_.y; }}",
@@ -39,7 +42,10 @@ _FORMS: tuple[tuple[str, str], ...] = (
         "if ({5}) {{ uint4 v_ = *(const uint4*)({4}); {0} = v_.x; {1} = v_.y; {2} = v_.z; {3} = v_.w; }}",
     ),
     (r"setp\.ne\.b32 p, %2, 0; @p st\.global\S*\.u32 \[%0\], %1", "if ({2}) *(unsigned*)({0}) = {1}"),
-    (r"setp\.ne\.b32 p, %3, 0; @p st\.global\S*\.v2\.u32 \[%0\], \{%1, %2\}", "if ({3}) *(uint2*)({0}) = uint2{{{1}, {2}}}"),
+    (
+        r"setp\.ne\.b32 p, %3, 0; @p st\.global\S*\.v2\.u32 \[%0\], \{%1, %2\}",
+        "if ({3}) *(uint2*)({0}) = uint2{{{1}, {2}}}",
+    ),
     (
         r"setp\.ne\.b32 p, %5, 0; @p st\.global\S*\.v4\.u32 \[%0\], \{%1, %2, %3, %4\}",
         "if ({5}) *(uint4*)({0}) = uint4{{{1}, {2}, {3}, {4}}}",

@@ -14,8 +14,12 @@ from tk_serving.simulator.errors import SimulationError
 ARCH = "sm_90a"
 
 _SIGNATURE = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(([^;{]*)\);')
-_MMA_TF32 = re.compile(r"tl::mma_sync<(tl::DataType::kTensorFloat32, ){2}tl::DataType::kFloat32, 16, 8, 8, false, true>")
-_AXES = {f"{kind}Idx.{axis}": str(3 * k + a) for k, kind in enumerate(("block", "thread")) for a, axis in enumerate("xyz")}
+_MMA_TF32 = re.compile(
+    r"tl::mma_sync<(tl::DataType::kTensorFloat32, ){2}tl::DataType::kFloat32, 16, 8, 8, false, true>"
+)
+_AXES = {
+    f"{kind}Idx.{axis}": str(3 * k + a) for k, kind in enumerate(("block", "thread")) for a, axis in enumerate("xyz")
+}
 
 
 @dataclass(frozen=True)
@@ -56,40 +60,43 @@ def _tag(parameter: str) -> str:
     return _AXES.get(parameter, "s" if "dyn_shared" in parameter else "o")
 
 
+_UNIT = """#include "device.h"
+#line 1 "{name}.cu"
+{device}
+#line 1 "table"
+// The linker names the ends of the section; the anchor makes sure that it exists.
+__attribute__((section("sim_shared"), used)) static char sim_shared_anchor[16] = {{1}};
+extern "C" __attribute__((visibility("hidden"))) char __start_sim_shared[], __stop_sim_shared[];
+extern "C" __attribute__((visibility("hidden"))) const char __ehdr_start[], _end[];
+extern "C" __attribute__((visibility("default"))) const void* const sim_image = __ehdr_start;
+{bodies}
+static const sim::Kernel sim_kernels[] = {{
+{rows}
+  {{}}}};
+#include "glue.h"
+"""
+_BODY = """SIM_UNCHECKED static void {kernel}_body(const void* p) {{
+  const TVMFFIAny* a = (const TVMFFIAny*)p;
+  {kernel}({arguments});
+}}"""
+_ROW = """  {{"{kernel}", {kernel}_body, "{tags}", {count},
+   __start_sim_shared, __stop_sim_shared, __ehdr_start, _end}},"""
+
+
 def device_unit(name: str, generated: Generated) -> str:
     """The translation unit of the device code. Line numbers of the CUDA text are kept, for messages."""
     kernels = {match[1]: match[2] for match in _SIGNATURE.finditer(generated.cuda)}
     if not kernels:
         raise SimulationError(f"{name}: no kernel in the generated CUDA")
-    table = []
-    bodies = []
+    bodies, rows = [], []
     for kernel, parameters in kernels.items():
         if kernel not in generated.launch_tags:
             raise SimulationError(f"{name}: TileLang recorded no launch parameters for {kernel}")
         arguments = [_argument(i, text) for i, text in enumerate(_split(parameters))]
-        bodies.append(
-            f"SIM_UNCHECKED static void {kernel}_body(const void* p) {{\n  const TVMFFIAny* a = (const TVMFFIAny*)p;\n  {kernel}({', '.join(arguments)});\n}}"
-        )
-        table.append(f'  {{"{kernel}", {kernel}_body, "{generated.launch_tags[kernel]}", {len(arguments)}, __start_sim_shared, __stop_sim_shared, __ehdr_start, _end}},')
-    return "\n".join(
-        [
-            '#include "device.h"',
-            f'#line 1 "{name}.cu"',
-            _device_text(generated.cuda),
-            '#line 1 "glue"',
-            # The linker names the ends of the section; one byte makes sure that it exists.
-            '__attribute__((section("sim_shared"), used)) static char sim_shared_anchor[16] = {1};',
-            'extern "C" __attribute__((visibility("hidden"))) char __start_sim_shared[], __stop_sim_shared[];',
-            'extern "C" __attribute__((visibility("hidden"))) const char __ehdr_start[], _end[];',
-            'extern "C" __attribute__((visibility("default"))) const void* const sim_image = __ehdr_start;',
-            *bodies,
-            "static const sim::Kernel sim_kernels[] = {",
-            *table,
-            "  {},",
-            "};",
-            '#include "glue.h"',
-        ]
-    )
+        bodies.append(_BODY.format(kernel=kernel, arguments=", ".join(arguments)))
+        rows.append(_ROW.format(kernel=kernel, tags=generated.launch_tags[kernel], count=len(arguments)))
+    device = _device_text(generated.cuda)
+    return _UNIT.format(name=name, device=device, bodies="\n".join(bodies), rows="\n".join(rows))
 
 
 def host_unit(generated: Generated) -> str:
@@ -98,7 +105,9 @@ def host_unit(generated: Generated) -> str:
 
 def _device_text(cuda: str) -> str:
     text = _MMA_TF32.sub("sim::mma_tf32_16x8x8", ptx.translate(cuda))
-    text = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?([\w: ]+?) (\w+)\[\];", r"\1* \2 = (\1*)sim::dynamic_shared();", text)
+    text = re.sub(
+        r"extern __shared__ (?:__align__\(\d+\) )?([\w: ]+?) (\w+)\[\];", r"\1* \2 = (\1*)sim::dynamic_shared();", text
+    )
     text = re.sub(r"(?m)^(\s*)__shared__ ", r'\1static __attribute__((section("sim_shared"))) ', text)
     # Local arrays start as garbage.
     return re.sub(r"(?m)^(\s+(?!static|const|return)[\w:<>, ]+ (\w+)\[\d+\];)$", r"\1 sim::poison(\2);", text)

@@ -49,11 +49,13 @@ def cache() -> Path:
 
 @functools.cache
 def cuda_includes() -> tuple[Path, ...]:
-    """Folders with the CUDA headers: of CUDA_HOME or CUDA_PATH, of the toolkit of nvcc, or of NVIDIA's PyPI packages."""
+    """Folders with the CUDA headers: of CUDA_HOME or CUDA_PATH, of nvcc's toolkit, or of NVIDIA's PyPI packages."""
     homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     if nvcc := shutil.which("nvcc"):
         # nvcc may be a script in another folder; it reports where its toolkit is.
-        dry_run = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True).stderr
+        dry_run = subprocess.run(
+            [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True
+        ).stderr
         if top := re.search(r"(?m)^#\$ TOP=(.*)$", dry_run):
             homes.append(Path(top[1].strip()))
         homes.append(Path(nvcc).resolve().parent.parent)
@@ -64,7 +66,8 @@ def cuda_includes() -> tuple[Path, ...]:
     complete = next((root for root in roots if _has(root, "cuda.h", "cuda_fp8.h")), None)
     if complete is None:
         raise SimulationError(
-            "CUDA headers not found: set CUDA_HOME, or pip install nvidia-cuda-runtime nvidia-cuda-nvcc nvidia-cuda-crt nvidia-cuda-cccl"
+            "CUDA headers not found: set CUDA_HOME, or pip install "
+            "nvidia-cuda-runtime nvidia-cuda-nvcc nvidia-cuda-crt nvidia-cuda-cccl"
         )
     # Packages of one release may be spread over several folders; the C++ library moved below include/cccl.
     found = [complete, *(root for root in roots if root != complete and root.is_dir() and "nvidia" in root.parts)]
@@ -101,7 +104,11 @@ def host_includes() -> tuple[Path, ...]:
     """Folders with the headers of TVM's C interface."""
     from tvm_ffi import libinfo
 
-    return (tilelang_root() / "3rdparty" / "tvm" / "include", Path(libinfo.find_include_path()), Path(libinfo.find_dlpack_include_path()))
+    return (
+        tilelang_root() / "3rdparty" / "tvm" / "include",
+        Path(libinfo.find_include_path()),
+        Path(libinfo.find_dlpack_include_path()),
+    )
 
 
 def digest(*parts: str | bytes) -> str:
@@ -123,7 +130,9 @@ def _environment() -> str:
 
 def run(command: Sequence[str | Path]) -> subprocess.Popen[str]:
     try:
-        return subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            [str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
     except FileNotFoundError:
         raise SimulationError(f"{command[0]} not found: the simulator needs g++ and gcc") from None
 
@@ -169,13 +178,27 @@ def _build_common(root: Path, target: Path) -> None:
         if path.suffix in (".h", ".cuh", ".hpp"):
             text = path.read_text()
             # Branches for devices whose functions exist here too.
-            changed = re.sub(r"defined\(__CUDA_ARCH__\) && \(__CUDA_ARCH__ >= (530|800|900)\)$", "1", ptx.translate(text), flags=re.M)
+            changed = re.sub(
+                r"defined\(__CUDA_ARCH__\) && \(__CUDA_ARCH__ >= (530|800|900)\)$", "1", ptx.translate(text), flags=re.M
+            )
             changed = changed.replace("defined(__CUDA_ARCH__) || defined(__HIP_DEVICE_COMPILE__)", "1")
             if changed != text:
                 path.write_text(changed)
     for source in RUNTIME.iterdir():
         shutil.copy(source, work)
-    scheduler = run(["g++", "-std=c++20", "-O2", "-fPIC", "-shared", work / "scheduler.cpp", work / "memory.cpp", "-o", work / "libscheduler.so"])
+    scheduler = run(
+        [
+            "g++",
+            "-std=c++20",
+            "-O2",
+            "-fPIC",
+            "-shared",
+            work / "scheduler.cpp",
+            work / "memory.cpp",
+            "-o",
+            work / "libscheduler.so",
+        ]
+    )
     header = run(["g++", "-x", "c++-header", *_flags(work), work / "device.h", "-o", work / "device.h.gch"])
     wait(scheduler, "scheduler")
     wait(header, "device.h")
@@ -190,7 +213,11 @@ def _flags(common: Path) -> list[str]:
     includes = [common, tilelang_root() / "3rdparty" / "cutlass" / "include", *cuda_includes(), *host_includes()]
     major, minor = _cuda_version()
     version = (f"-D__CUDACC_VER_MAJOR__={major}", f"-D__CUDACC_VER_MINOR__={minor}")
-    return [*_CXX_FLAGS, *version, *(part for folder in includes for part in ("-isystem" if folder != common else "-I", str(folder)))]
+    return [
+        *_CXX_FLAGS,
+        *version,
+        *(part for folder in includes for part in ("-isystem" if folder != common else "-I", str(folder))),
+    ]
 
 
 def build(name: str, device: str, host: str) -> Path:
@@ -210,7 +237,14 @@ def _build(name: str, device: str, host: str, shared: Path, target: Path) -> Non
     try:
         (work / "kernel.cpp").write_text(device)
         (work / "host.c").write_text(host)
-        host_flags = ["-w", "-O1", "-fPIC", "-I", shared, *(part for folder in host_includes() for part in ("-I", folder))]
+        host_flags = [
+            "-w",
+            "-O1",
+            "-fPIC",
+            "-I",
+            shared,
+            *(part for folder in host_includes() for part in ("-I", folder)),
+        ]
         host_build = run(["gcc", *host_flags, "-c", work / "host.c", "-o", work / "host.o"])
         device_build = run(["g++", *_flags(shared), "-c", work / "kernel.cpp", "-o", work / "kernel.o"])
         try:

@@ -1,17 +1,21 @@
-"""Router gate: one warp for each token, from logits to the ids and weights of the chosen experts.
+"""Router gate: from logits to the ids and weights of the chosen experts of a token.
 
-Every lane holds the ranking keys of every 32nd expert (of one expert in each group, where groups are selected first);
-K rounds of a warp-wide maximum pick the experts. After that lane k looks after slot k alone: it computes the score of
-its expert again, which is cheaper than carrying all scores in registers.
+One warp picks the experts. Every lane holds the ranking keys of every 32nd expert (of one expert in each group, where
+groups are selected first); K rounds of a warp-wide maximum follow, after which lane k looks after slot k alone.
+
+The scores come from this warp as well where there are tokens enough to fill the device; lane k then computes the score
+of its expert again, which is cheaper than carrying all scores in registers. For few tokens the latency counts: a block
+looks after one token, and every thread of it after one expert. Both ways give the same bits.
 """
 
 import tilelang.language as T
 
 from tk_serving.moe.kernels.mask_indices_by_tp import keep_local
-from tk_serving.moe.kernels.ranking import LARGEST, TAKEN, best_of_warp, finite, keep_best_groups, sortable
+from tk_serving.moe.kernels.ranking import LARGEST, TAKEN, best_groups, best_of_warp, finite, sortable
 from tk_serving.moe.kernels.warp import fold_max, fold_sum
 
 WARPS = 4
+MAX_WARPS = 16  # of a token
 TINY = 1e-20
 SPREAD = 23333  # of consecutive tokens over the copies of an expert
 
@@ -66,6 +70,7 @@ def build(
     table: str,
     token_ids: str,
     options: tuple[str, ...],
+    spread: bool,
 ):
     """The gate for one router.
 
@@ -75,12 +80,17 @@ def build(
         local: renumber the ids for one tensor-parallel rank.
         table, token_ids: dtypes of the hash table and of its row numbers, empty without a table.
         options: names of the optional tensors that are present.
+        spread: a block instead of a warp for each token; without a table only.
     """
     grouped = num_kept < num_groups
     width = num_experts // num_groups if grouped else 32
     rows = (num_experts + width - 1) // width
     slots = num_topk + num_shared
     softmax = scoring == "softmax"
+    warps = min((num_experts + 31) // 32, MAX_WARPS) if spread else WARPS
+    threads = 32 * warps
+    step = threads if spread else 32
+    loads = (num_experts + threads - 1) // threads if spread else rows  # experts that a thread reads
 
     tokens = T.dynamic("tokens")
     copies = T.dynamic("copies")
@@ -102,33 +112,105 @@ def build(
         fold_sum(total)
 
     @T.macro
-    def choose(logits, bias, image_bias, image, token, lane, top, total, id):
+    def read(logits, bias, image_bias, token, expert, step, logit, added, added_image):
+        """Logits and biases of the experts ``expert``, ``expert + step``, ...; all loads before the first use."""
+        for j in T.unroll(loads):
+            logit[j] = 0
+            added[j] = 0
+            added_image[j] = 0
+            if j * step + expert < num_experts:
+                logit[j] = logits[token, j * step + expert]
+                if "bias" in options:
+                    added[j] = bias[j * step + expert]
+                if "image_bias" in options:
+                    added_image[j] = image_bias[j * step + expert]
+
+    @T.macro
+    def rank_key(key, score, logit, added, added_image, image):
+        """key[0] = the key that an expert of this score ranks by."""
+        ranked = T.alloc_local((1,), "float32")
+        ranked[0] = logit if softmax else score
+        if "image_bias" in options:
+            if image[0] != 0:
+                ranked[0] = ranked[0] + added_image
+            else:
+                if "bias" in options:
+                    ranked[0] = ranked[0] + added
+        else:
+            if "bias" in options:
+                ranked[0] = ranked[0] + added
+        key[0] = sortable(ranked[0])
+
+    @T.macro
+    def pick(keys, all_keys, lane, id):
         """id[0] of lane k = expert of rank k."""
-        keys = T.alloc_local((rows,), "int32")
         best = T.alloc_local((2,), "int32")
-        key = T.alloc_local((1,), "float32")
+        kept = T.alloc_local((num_kept,), "int32")
+        kept_keys = T.alloc_local((num_kept,), "int32")
+        if grouped:
+            best_groups(keys, lane, num_groups, num_kept, kept)
+            for i in T.unroll(num_kept):
+                if spread:
+                    kept_keys[i] = TAKEN
+                    if lane < width:
+                        kept_keys[i] = all_keys[kept[i] * width + lane]
+                else:
+                    kept_keys[i] = keys[i]
+                    for j in T.unroll(num_groups - num_kept):
+                        if kept[i] == i + j + 1:
+                            kept_keys[i] = keys[i + j + 1]
+                kept[i] = kept[i] * width + lane
+        for k in T.unroll(num_topk, unroll_factor=1):
+            if grouped:
+                best_of_warp(kept_keys, best, num_kept, lambda j: kept[j])
+            else:
+                best_of_warp(keys, best, rows, lambda j: j * 32 + lane)
+            if lane == k:
+                id[0] = best[1]
+
+    @T.macro
+    def rank(logit, added, added_image, image, lane, keys):
+        """The keys of the experts that a lane has read."""
+        key = T.alloc_local((1,), "int32")
+        score = T.alloc_local((1,), "float32")
         for j in T.unroll(rows):
             keys[j] = TAKEN
             if lane < width and j * width + lane < num_experts:
-                key[0] = finite(logits[token, j * width + lane])
+                score[0] = 0
                 if not softmax:
-                    key[0] = score_of_logit(key[0], scoring, top[0], total[0])
-                if "image_bias" in options:
-                    if image[0] != 0:
-                        key[0] = key[0] + image_bias[j * width + lane]
-                    else:
-                        if "bias" in options:
-                            key[0] = key[0] + bias[j * width + lane]
-                else:
-                    if "bias" in options:
-                        key[0] = key[0] + bias[j * width + lane]
-                keys[j] = sortable(key[0])
-        if grouped:
-            keep_best_groups(keys, lane, num_groups, num_kept)
-        for k in T.serial(num_topk):
-            best_of_warp(keys, best, lane, rows, width)
-            if lane == k:
-                id[0] = best[1]
+                    score[0] = score_of_logit(finite(logit[j]), scoring, T.float32(0), T.float32(1))
+                rank_key(key, score[0], finite(logit[j]), added[j], added_image[j], image)
+                keys[j] = key[0]
+
+    @T.macro
+    def score_block(logit, added, added_image, image, thread, all_keys, all_scores, tops, top, total):
+        """Keys and scores (softmax: exponentials, and their maximum and sum) of all experts in shared memory."""
+        key = T.alloc_local((1,), "int32")
+        score = T.alloc_local((1,), "float32")
+        if softmax:
+            top[0] = T.float32(-LARGEST)
+            for j in T.unroll(loads):
+                if j * threads + thread < num_experts:
+                    top[0] = T.max(top[0], finite(logit[j]))
+            fold_max(top)
+            if thread % 32 == 0:
+                tops[thread // 32] = top[0]
+            T.sync_threads()
+            for w in T.unroll(warps):
+                top[0] = T.max(top[0], tops[w])
+        for j in T.unroll(loads):
+            if j * threads + thread < num_experts:
+                score[0] = score_of_logit(finite(logit[j]), scoring, top[0], T.float32(1))
+                rank_key(key, score[0], finite(logit[j]), added[j], added_image[j], image)
+                all_keys[j * threads + thread] = key[0]
+                all_scores[j * threads + thread] = score[0]
+        T.sync_threads()
+        if softmax:
+            total[0] = 0
+            for j in T.unroll((num_experts + 31) // 32):
+                if j * 32 + thread % 32 < num_experts:
+                    total[0] = total[0] + all_scores[j * 32 + thread % 32]
+            fold_sum(total)
 
     @T.prim_func
     def gate(
@@ -154,10 +236,10 @@ def build(
         tp_rank: T.int32,
         num_tp_ranks: T.int32,
     ):
-        with T.Kernel(T.ceildiv(tokens, WARPS), threads=32 * WARPS) as block:
+        with T.Kernel(tokens if spread else T.ceildiv(tokens, WARPS), threads=threads) as block:
             thread = T.get_thread_binding()
             lane = thread % 32
-            token = block * WARPS + thread // 32
+            token = block if spread else block * WARPS + thread // 32
             live = T.alloc_local((1,), "int32")
             drawn = T.alloc_local((1,), "int32")
             fixed = T.alloc_local((1,), "int32")
@@ -169,7 +251,21 @@ def build(
             top = T.alloc_local((1,), "float32")
             total = T.alloc_local((1,), "float32")
             count = T.alloc_local((1,), "int32")
+            logit = T.alloc_local((loads,), "float32")
+            added = T.alloc_local((loads,), "float32")
+            added_image = T.alloc_local((loads,), "float32")
+            keys = T.alloc_local((rows,), "int32")
+            all_keys = T.alloc_shared((num_experts if spread else 1,), "int32")
+            all_scores = T.alloc_shared((num_experts if spread else 1,), "float32")
+            tops = T.alloc_shared((warps,), "float32")
             if token < tokens:
+                # All loads that depend on nothing come first.
+                if table == "":
+                    if spread:
+                        read(logits, bias, image_bias, token, thread, threads, logit, added, added_image)
+                    else:
+                        # A lane past the end of a narrow group reads an expert of the next, and does not use it.
+                        read(logits, bias, image_bias, token, lane, width, logit, added, added_image)
                 live[0] = 1
                 drawn[0] = 0
                 fixed[0] = 0
@@ -183,87 +279,100 @@ def build(
                     fixed[0] = T.cast(fixed_mask[token], "int32")
                 if "image_bias" in options:
                     image[0] = T.cast(image_mask[token], "int32")
+                if spread:
+                    score_block(logit, added, added_image, image, thread, all_keys, all_scores, tops, top, total)
+                elif softmax:
+                    normalise(logits, token, lane, top, total)
+                if "scores" in options:
+                    for j in T.unroll((num_experts + step - 1) // step):
+                        e = j * step + (thread if spread else lane)
+                        if e < num_experts:
+                            score[0] = 0
+                            if live[0] != 0:
+                                if spread:
+                                    score[0] = all_scores[e] / total[0] if softmax else all_scores[e]
+                                else:
+                                    score[0] = score_of_logit(finite(logits[token, e]), scoring, top[0], total[0])
+                            scores[token, e] = score[0]
 
-                id[0] = -1
-                weight[0] = 0
-                if live[0] != 0:
-                    if softmax:
-                        normalise(logits, token, lane, top, total)
-                    if "scores" in options:
-                        for j in T.unroll((num_experts + 31) // 32):
-                            if j * 32 + lane < num_experts:
-                                scores[token, j * 32 + lane] = score_of_logit(
-                                    finite(logits[token, j * 32 + lane]), scoring, top[0], total[0]
-                                )
-
-                    # Logical ids.
-                    if table:
-                        source[0] = T.cast(hash_rows[token], "int64")
-                        if lane < num_topk and source[0] >= T.int64(0) and source[0] < vocabulary:
-                            source[0] = T.cast(hash_table[source[0], lane], "int64")
-                            if source[0] >= T.int64(0) and source[0] < T.int64(num_experts):
-                                id[0] = T.cast(source[0], "int32")
-                    else:
-                        if fixed[0] != 0:
-                            if "fix_routing_mask" in options:
-                                if lane < num_topk:
-                                    source[0] = unmapped[token, lane]
-                                    if source[0] >= T.int64(0) and source[0] < T.int64(num_experts):
-                                        id[0] = T.cast(source[0], "int32")
+                if thread < 32 or not spread:
+                    id[0] = -1
+                    weight[0] = 0
+                    if live[0] != 0:
+                        # Logical ids.
+                        if table != "":
+                            source[0] = T.cast(hash_rows[token], "int64")
+                            if lane < num_topk and source[0] >= T.int64(0) and source[0] < vocabulary:
+                                source[0] = T.cast(hash_table[source[0], lane], "int64")
+                                if source[0] >= T.int64(0) and source[0] < T.int64(num_experts):
+                                    id[0] = T.cast(source[0], "int32")
                         else:
-                            choose(logits, bias, image_bias, image, token, lane, top, total, id)
-                    if "unmapped_topk_idx" in options:
-                        if lane < num_topk and fixed[0] == 0:
-                            unmapped[token, lane] = T.cast(id[0], "int64")
+                            if fixed[0] != 0:
+                                if "fix_routing_mask" in options:
+                                    if lane < num_topk:
+                                        source[0] = unmapped[token, lane]
+                                        if source[0] >= T.int64(0) and source[0] < T.int64(num_experts):
+                                            id[0] = T.cast(source[0], "int32")
+                            else:
+                                if spread:
+                                    for j in T.unroll(rows):
+                                        keys[j] = TAKEN
+                                        if lane < width and j * width + lane < num_experts:
+                                            keys[j] = all_keys[j * width + lane]
+                                else:
+                                    rank(logit, added, added_image, image, lane, keys)
+                                pick(keys, all_keys, lane, id)
+                        if "unmapped_topk_idx" in options:
+                            if lane < num_topk and fixed[0] == 0:
+                                unmapped[token, lane] = T.cast(id[0], "int64")
 
-                    # Weights: the scores without bias, over their sum.
-                    score[0] = 0
-                    if id[0] >= 0:
-                        score[0] = score_of_logit(finite(logits[token, id[0]]), scoring, top[0], total[0])
-                    if fold:
-                        total[0] = score[0]
-                        fold_sum(total)
-                        total[0] = total[0] + T.float32(TINY)
-                    else:
-                        total[0] = T.float32(TINY)
-                        for k in T.unroll(num_topk):
-                            total[0] = total[0] + T.shfl_sync(score[0], k)
-                    weight[0] = score[0] / total[0] * factor
+                        # Weights: the scores without bias, over their sum.
+                        score[0] = 0
+                        if id[0] >= 0:
+                            if spread:
+                                score[0] = all_scores[id[0]] / total[0] if softmax else all_scores[id[0]]
+                            else:
+                                score[0] = score_of_logit(finite(logits[token, id[0]]), scoring, top[0], total[0])
+                        if fold:
+                            total[0] = score[0]
+                            fold_sum(total)
+                            total[0] = total[0] + T.float32(TINY)
+                        else:
+                            total[0] = T.float32(TINY)
+                            for k in T.unroll(num_topk):
+                                total[0] = total[0] + T.shfl_sync(score[0], k)
+                        weight[0] = score[0] / total[0] * factor
 
-                    if num_shared > 0:
-                        if lane >= num_topk:
-                            id[0] = num_experts + lane - num_topk
-                            weight[0] = 1
-                    if "to_physical_map" in options:
-                        if lane < slots and id[0] >= 0:
-                            count[0] = logical_count[id[0]]
-                            if count[0] > 0:
-                                source[0] = T.truncmod(
-                                    T.cast(ep_rank, "int64") + T.cast(token, "int64") * T.int64(SPREAD),
-                                    T.cast(count[0], "int64"),
-                                )
-                                if source[0] < copies:
-                                    id[0] = T.max(physical[id[0], source[0]], -1)
+                        if num_shared > 0:
+                            if lane >= num_topk:
+                                id[0] = num_experts + lane - num_topk
+                                weight[0] = 1
+                        if "to_physical_map" in options:
+                            if lane < slots and id[0] >= 0:
+                                count[0] = logical_count[id[0]]
+                                if count[0] > 0:
+                                    source[0] = T.truncmod(
+                                        T.cast(ep_rank, "int64") + T.cast(token, "int64") * T.int64(SPREAD),
+                                        T.cast(count[0], "int64"),
+                                    )
+                                    if source[0] < copies:
+                                        id[0] = T.max(physical[id[0], source[0]], -1)
+                                    else:
+                                        id[0] = -1
                                 else:
                                     id[0] = -1
-                            else:
-                                id[0] = -1
-                    if local:
-                        keep_local(id, num_physical, per_rank, tp_rank, num_tp_ranks)
-                else:
-                    if "force_random" in options:
-                        if drawn[0] != 0:
-                            draw(id, weight, token, lane, slots, ep_rank, num_physical)
-                    if "unmapped_topk_idx" in options:
-                        if lane < num_topk:
-                            unmapped[token, lane] = T.int64(-1)
-                    if "scores" in options:
-                        for j in T.unroll((num_experts + 31) // 32):
-                            if j * 32 + lane < num_experts:
-                                scores[token, j * 32 + lane] = T.float32(0)
+                        if local:
+                            keep_local(id, num_physical, per_rank, tp_rank, num_tp_ranks)
+                    else:
+                        if "force_random" in options:
+                            if drawn[0] != 0:
+                                draw(id, weight, token, lane, slots, ep_rank, num_physical)
+                        if "unmapped_topk_idx" in options:
+                            if lane < num_topk:
+                                unmapped[token, lane] = T.int64(-1)
 
-                if lane < slots:
-                    ids[token, lane] = T.cast(id[0], "int64")
-                    weights[token, lane] = weight[0]
+                    if lane < slots:
+                        ids[token, lane] = T.cast(id[0], "int64")
+                        weights[token, lane] = weight[0]
 
     return gate

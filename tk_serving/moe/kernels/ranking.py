@@ -1,7 +1,8 @@
 """Ordering scores inside a warp: integer keys with the order of the floats, and the best remaining key of a warp.
 
 Integer keys make the rules exact: one comparison ranks NaN with -inf, treats +0 and -0 alike, and leaves one value
-below every score for entries that are already taken.
+below every score for entries that are already taken. Comparisons and selections run at half the rate of other
+instructions and bound these kernels where tokens are many, so the code counts them.
 """
 
 import tilelang.language as T
@@ -9,31 +10,34 @@ import tilelang.language as T
 from tk_serving.moe.kernels.warp import ballot, largest, smallest
 
 TAKEN = -(2**31)
-NEGATIVE_INFINITY = 0x807FFFFF - 2**32  # sortable(-inf)
 LARGEST = 3.4028234663852886e38
 
 
 def sortable(score):
     """int32 with the order of a float32 score; NaN as -inf, -0 as +0.
 
-    On bits throughout: the compiler folds ``score == score`` and ``score + 0.0``.
+    With fmaxf, which drops NaN, and an addition by name: the compiler folds ``score + 0.0``.
     """
-    bits = T.reinterpret(score, "int32")
-    magnitude = bits & T.int32(0x7FFFFFFF)
-    ordered = T.if_then_else(magnitude == 0, T.int32(0), bits ^ ((bits >> 31) & T.int32(0x7FFFFFFF)))
-    return T.if_then_else(magnitude > T.int32(0x7F800000), T.int32(NEGATIVE_INFINITY), ordered)
+    number = T.call_extern("float32", "fmaxf", score, -T.infinity("float32"))
+    bits = T.reinterpret(T.call_extern("float32", "__fadd_rn", number, T.float32(0)), "int32")
+    return ordered(bits)
+
+
+def ordered(bits):
+    """Negative numbers turned over: int32 with the order of the floats, its own inverse."""
+    return bits ^ ((bits >> 31) & T.int32(0x7FFFFFFF))
 
 
 def finite(score):
-    """The score limited to finite values; NaN becomes the lowest. On bits: min and max lose NaN."""
-    magnitude = T.reinterpret(score, "int32") & T.int32(0x7FFFFFFF)
-    limited = T.max(T.min(score, T.float32(LARGEST)), T.float32(-LARGEST))
-    return T.if_then_else(magnitude > T.int32(0x7F800000), T.float32(-LARGEST), limited)
+    """The score limited to finite values; NaN becomes the lowest."""
+    # By name and in this order: fmaxf drops NaN, T.max need not.
+    above = T.call_extern("float32", "fmaxf", score, T.float32(-LARGEST))
+    return T.call_extern("float32", "fminf", above, T.float32(LARGEST))
 
 
 def score_of(key):
     """The float32 score of a key: the inverse of ``sortable`` but for NaN and -0."""
-    return T.reinterpret(key ^ ((key >> 31) & T.int32(0x7FFFFFFF)), "float32")
+    return T.reinterpret(ordered(key), "float32")
 
 
 def largest_of(keys, rows):
@@ -45,23 +49,21 @@ def largest_of(keys, rows):
 
 
 @T.macro
-def best_of_warp(keys, best, lane, rows, width):
+def best_of_warp(keys, best, rows, index):
     """best = (key, index) of the largest key of a warp, ties to the lower index; the winner is marked as taken.
 
-    ``keys[j]`` of a lane belongs to the index ``width * j + lane``.
+    ``index(j)`` is the index of ``keys[j]``, ascending in j; unused keys are taken from the start.
     """
     own = T.alloc_local((1,), "int32")
     own[0] = largest_of(keys, rows)
     best[0] = largest(own[0])
-    best[1] = lane
+    best[1] = index(rows - 1)
     for j in T.unroll(rows - 1):
-        if keys[rows - 1 - j] == own[0]:
-            best[1] = (rows - 1 - j) * width + lane
-    if keys[0] == own[0]:
-        best[1] = lane
+        if keys[rows - 2 - j] == own[0]:
+            best[1] = index(rows - 2 - j)
     best[1] = smallest(T.if_then_else(own[0] == best[0], best[1], T.int32(0x7FFFFFFF)))
     for j in T.unroll(rows):
-        if j * width + lane == best[1] and lane < width:
+        if index(j) == best[1]:
             keys[j] = TAKEN
 
 
@@ -100,18 +102,18 @@ def place_of_group(groups, place, lane, count):
 
 
 @T.macro
-def keep_best_groups(keys, lane, count, num_kept):
-    """Mark every key as taken whose group is not among the best by the sum of the two largest scores.
+def best_groups(keys, lane, count, num_kept, kept):
+    """kept[i] = the i-th group, in ascending order, of the best by the sum of the two largest scores.
 
     Group j is ``keys[j]`` of all lanes.
     """
     groups = T.alloc_local((count,), "int32")
     place = T.alloc_local((1,), "int32")
-    kept = T.alloc_local((1,), "uint32")
+    left = T.alloc_local((1,), "uint32")
     for j in T.unroll(count):
         key_of_group(keys[j], T.int32(TAKEN), groups, j, 2)
     place_of_group(groups, place, lane, count)
-    kept[0] = ballot(lane < count and place[0] < num_kept)
-    for j in T.unroll(count):
-        if (kept[0] >> T.uint32(j)) & T.uint32(1) == T.uint32(0):
-            keys[j] = TAKEN
+    left[0] = ballot(lane < count and place[0] < num_kept)
+    for i in T.unroll(num_kept):
+        kept[i] = T.call_extern("int32", "__ffs", T.reinterpret(left[0], "int32")) - 1
+        left[0] = left[0] & (left[0] - T.uint32(1))

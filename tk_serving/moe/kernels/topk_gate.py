@@ -25,8 +25,8 @@ def build(num_experts: int, num_topk: int):
                     keys[j] = TAKEN
                     if j * 32 + lane < num_experts:
                         keys[j] = sortable(scores[token, j * 32 + lane])
-                for k in T.serial(num_topk):
-                    best_of_warp(keys, best, lane, per_lane, 32)
+                for k in T.unroll(num_topk, unroll_factor=1):
+                    best_of_warp(keys, best, per_lane, lambda j: j * 32 + lane)
                     if lane == k % 32:
                         chosen[0] = best[1]
                     if k % 32 == 31 or k == num_topk - 1:

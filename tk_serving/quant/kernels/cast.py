@@ -25,7 +25,9 @@ def build(x, out, stochastic, aligned):
     def random_of(state, element, random):
         random[0] = T.cast(element ^ state[0], "uint32")
         random[0] = _mix(random[0])
-        random[0] = random[0] + (T.cast(state[0] >> 32, "uint32") ^ (T.cast(element >> 32, "uint32") * T.uint32(GOLDEN)))
+        random[0] = random[0] + (
+            T.cast(state[0] >> 32, "uint32") ^ (T.cast(element >> 32, "uint32") * T.uint32(GOLDEN))
+        )
         random[0] = _mix(random[0])
 
     @T.macro

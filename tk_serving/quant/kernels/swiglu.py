@@ -153,7 +153,7 @@ def count_reporter(counters, warps):
     return report
 
 
-def _weights(mode, rows):
+def weights_tensor(mode, rows):
     return T.Tensor((rows,) if mode == "row" else (T.dynamic("tokens"), T.dynamic("topk")), "float32")
 
 
@@ -175,7 +175,7 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, r
     def swiglu(
         values: T.Tensor((n, width), x),
         positions: T.Tensor((n,), "int32"),
-        row_weights: _weights(weights, n),
+        row_weights: weights_tensor(weights, n),
         experts: T.Tensor((n,), "int32"),
         psum: T.Tensor((num_experts,), "int32"),
         totals: T.Tensor((max(1, counters),), "int64"),
@@ -250,7 +250,7 @@ def by_row(x, fmt, round_sf, weights, padding, clamp, counters, warps, held, ali
     def swiglu(
         values: T.Tensor((n, width), x),
         positions: T.Tensor((n,), "int32"),
-        row_weights: _weights(weights, n),
+        row_weights: weights_tensor(weights, n),
         experts: T.Tensor((n,), "int32"),
         psum: T.Tensor((num_experts,), "int32"),
         totals: T.Tensor((max(1, counters),), "int64"),

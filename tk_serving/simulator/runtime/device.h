@@ -103,35 +103,6 @@ template <class T, class F> SIM_UNCHECKED T atomic(T* address, F change) {
   return old;
 }
 
-// mma.sync.m16n8k8 on TF32: c += a b with exact products, rounded once; the hardware's own summation differs in last bits.
-inline void mma_tf32_16x8x8(float* c, const unsigned* a, const unsigned* b, const char* file = __builtin_FILE(),
-                            int line = __builtin_LINE()) {
-  struct Operands {
-    float* c;
-    const unsigned *a, *b;
-  } mine{c, a, b};
-  Visit visit{[](Visit* const* lanes) {
-                double left[16][8], right[8][8];
-                auto tf32 = [](unsigned word) { return double(bits<float>(word & 0xffffe000u)); };
-                for (int i = 0; i < 32; i++) {
-                  if (!lanes[i]) fail("mma.sync needs all 32 lanes of a warp");
-                  const Operands& o = *static_cast<const Operands*>(lanes[i]->value);
-                  for (int r = 0; r < 4; r++) left[i / 4 + 8 * (r % 2)][i % 4 + 4 * (r / 2)] = tf32(o.a[r]);
-                  for (int r = 0; r < 2; r++) right[i % 4 + 4 * r][i / 4] = tf32(o.b[r]);
-                }
-                for (int i = 0; i < 32; i++) {
-                  const Operands& o = *static_cast<const Operands*>(lanes[i]->value);
-                  for (int r = 0; r < 4; r++) {
-                    double sum = o.c[r];
-                    for (int k = 0; k < 8; k++) sum += left[i / 4 + 8 * (r / 2)][k] * right[k][i % 4 * 2 + r % 2];
-                    o.c[r] = float(sum);
-                  }
-                }
-              },
-              kFullMask, file, line, &mine, nullptr, 0};
-  warp_wait(visit);
-}
-
 // NaN, or a rare integer.
 template <class T, size_t n> void poison(T (&local)[n]) { memset(local, std::is_integral_v<T> ? 0xa5 : 0xff, sizeof(local)); }
 
@@ -140,6 +111,8 @@ inline unsigned short bf16_from_half(unsigned short h) {
 }
 
 }  // namespace sim
+
+#include "mma.h"
 
 // --- Barriers and fences ----------------------------------------------------------------------------------------
 inline void __syncthreads(SIM_PLACE) { sim::barrier_wait(0, 0, file, line); }
