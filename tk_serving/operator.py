@@ -183,7 +183,7 @@ class _Parameter:
     """One public parameter and how it maps to the flat ``torch.library`` schema."""
 
     name: str
-    kind: str  # the schema type: Tensor, SymInt, float, bool, str, SymInt[], Tensor[]
+    kind: str  # the schema type: Tensor, SymInt, float, bool, str, ScalarType, SymInt[], bool[], Tensor[]
     optional: bool = False
     tensor: bool = False  # a plain tensor is accepted
     pair: bool = False  # a (tensor, tensor) pair is accepted

@@ -27,7 +27,7 @@ FOLDER = pathlib.Path(__file__).parents[2] / ".cache" / "ring2"
 
 _FUNCTION = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\([^;{]*\);')
 _EXTERN_SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?[\w: ]+? (\w+)\[\];")
-_ATOMIC = re.compile(r"\b(?:tl::)?[Aa]tomic_?[A-Za-z]\w*\s*[(<]")
+_ATOMIC = re.compile(r"\b(?:tl::)?[Aa]tomic_?[A-Za-z]\w*\s*[(<\"]")
 _INCLUDE = re.compile(r"(?m)^\s*#\s*include.*$")
 _PTXAS = re.compile(
     r"Function properties for (\w+)\s*\n\D*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
@@ -75,7 +75,11 @@ def measure(launches: Sequence[Launch], arch: str) -> dict[str, dict]:
             continue
         prim_func = launch.prim_func()
         texts[str(launch)] = cuda = kernels.cuda_source(launch, arch)
-        known[str(launch)] = {"written": _count(prim_func.script()), "generated": _count(cuda), "file": str(file)}
+        known[str(launch)] = {
+            "written": count_atomics(prim_func.script()),
+            "generated": count_atomics(cuda),
+            "file": str(file),
+        }
     if texts:
         for name, resources in _compile(texts, arch).items():
             entry = known[name]
@@ -85,7 +89,8 @@ def measure(launches: Sequence[Launch], arch: str) -> dict[str, dict]:
     return known
 
 
-def _count(text: str) -> int:
+def count_atomics(text: str) -> int:
+    """Atomic operations that a TileLang function (as script) or a CUDA text spells out."""
     return len(_ATOMIC.findall(text))
 
 

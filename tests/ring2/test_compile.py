@@ -1,10 +1,13 @@
 """Ring 2: every kernel compiles for every architecture, with the atomics that were written and without local memory."""
 
 import pytest
-from compiling import case_launches, local_memory_reason, measure, nvcc, production_launches
+import tilelang
+import tilelang.language as T  # noqa: N812  the custom of TileLang
+from compiling import case_launches, count_atomics, local_memory_reason, measure, nvcc, production_launches
 
 from tk_serving.compile.targets import ARCHS
 from tk_serving.operator import operators
+from tk_serving.simulator import source
 
 
 @pytest.mark.compile
@@ -25,3 +28,29 @@ def test_compiles(op, arch):
     assert not local, (
         f"ptxas reports local memory: {local}; avoid it, or say why in LOCAL_MEMORY of the kernel's module"
     )
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_repeated_atomic_is_counted(stored):
+    """What the check is for: TileLang 0.1.12 evaluates a returned value at each use, unless it is stored first."""
+
+    rows = T.dynamic("rows")
+
+    @T.prim_func
+    def positions(ids: T.Tensor((rows,), "int32"), counts: T.Tensor((8,), "int32"), out: T.Tensor((2, rows), "int32")):
+        with T.Kernel(T.ceildiv(rows, 32), threads=32) as block:
+            row = block * 32 + T.get_thread_binding()
+            if row < rows:
+                if stored:
+                    kept = T.alloc_local((1,), "int32")
+                    kept[0] = T.atomic_add(counts[ids[row]], 1, return_prev=True)
+                    out[0, row] = kept[0]
+                    out[1, row] = kept[0] * 2
+                else:
+                    old = T.atomic_add(counts[ids[row]], 1, return_prev=True)
+                    out[0, row] = old
+                    out[1, row] = old * 2
+
+    generated = source.generate(positions).cuda
+    repeats = not stored and tilelang.__version__ == "0.1.12"
+    assert (count_atomics(positions.script()), count_atomics(generated)) == (1, 2 if repeats else 1)

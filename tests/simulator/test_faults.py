@@ -61,7 +61,7 @@ FAULTS = [
         "lanes of a warp meet in different operations",
     ),
     (first("__syncwarp(0xffff);"), "leaves out its own lane"),
-    (first("Y[threadIdx.x + 1] = 0;"), r"thread \(127,0,0\): writes 4 bytes out of bounds: 0 bytes past the end of O"),
+    (first("Y[threadIdx.x + 1] = 0;"), r"thread \(127,0,0\): writes 4 bytes out of bounds: 0 bytes past the end of Y"),
     (first("Y[0] += X[threadIdx.x * 1000000000ll];"), "reads 4 bytes out of bounds: .* past the end of"),
     (first("Y[0] += X[(int)threadIdx.x - 1];"), "reads 4 bytes out of bounds: 4 bytes before X"),
     (first("*(int*)0 = 1;"), "writes 4 bytes"),

@@ -214,7 +214,7 @@ def test_padding_of_allocated_storage_may_be_written():
     storage = torch.zeros(24 * 8)
     out = storage.as_strided((5, 24), (1, 8))
     beyond = Kernel("copy", strided_copy(), lambda cuda: cuda.replace("Y[", "Y[1 + "))
-    with pytest.raises(SimulationError, match="writes 4 bytes between the rows of O"):
+    with pytest.raises(SimulationError, match="writes 4 bytes between the rows of Y"):
         beyond(torch.randn(5, 24), out)
     beyond(torch.randn(5, 24), out, whole=[out])
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tk_serving import config
-from tk_serving.compare import BITWISE, Diff
+from tk_serving.compare import Diff
 from tk_serving.engram._shapes import check_gate, split_packed
 from tk_serving.expect import Expect
 from tk_serving.layout import aligned
@@ -116,7 +116,7 @@ def _inputs(
     phase="both",
     plan=_plan,
     inputs=_inputs,
-    equality=(*[Diff(2e-10)] * 5, BITWISE),
+    equality=Diff(2e-10),
     mutates=("hidden_states",),
     traffic=_traffic,
     finish=_finish,

@@ -86,11 +86,12 @@ class Step:
 
     def plan(self, expect: Expect) -> Plan:
         """Results: (updated streams), post, comb, layer input, data, sf, pre mix."""
-        x, post, comb = self.update or (None, None, None)
-        _pre.refuse_autograd(expect.operator, self.residual, self.fn, self.scale, self.base, x, post, comb)
+        update = self.update or ()
+        _pre.refuse_autograd(expect.operator, self.residual, self.fn, self.scale, self.base, *update)
         tokens, size = _partials.check(expect, self.residual, self.fn, None, self.n_splits, mixes=MIXES)
         _pre.check_gates(expect, self.scale, self.base, self.repeat)
         if self.update:
+            x, post, comb = self.update
             lead(expect, "x", x, BF16, size, like=tokens)
             lead(expect, "post_layer_mix", post, F32, MULT, 1, like=tokens)
             lead(expect, "comb_res_mix", comb, F32, MULT, MULT, like=tokens)
@@ -103,25 +104,22 @@ class Step:
             mhc_scale=self.scale,
             mhc_base=self.base,
             norm_weight=self.norm_weight,
-            x=x,
-            post_layer_mix=post,
-            comb_res_mix=comb,
             pre_mix=self.pre_mix,
+            **dict(zip(("x", "post_layer_mix", "comb_res_mix"), update, strict=False)),
         )
         total = count(tokens)
         splits = _partials.num_splits(size, MIXES, self.n_splits)
         row = Out((*tokens, size), BF16)
-        quantised = self.fmt is not None
         outputs = (
             *((Out(tuple(self.residual.shape), BF16),) if self.update else ()),
             *_pre.mix_outputs(tokens),
             row if self.store else None,
-            casting.data_out(self.fmt, total, size) if quantised else None,
-            scales.sf_out(layout, total, -(-size // self.npc)) if quantised else None,
+            casting.data_out(self.fmt, total, size) if self.fmt else None,
+            scales.sf_out(layout, total, -(-size // self.npc)) if self.fmt else None,
             Out((*tokens, MULT, 1), F32) if self.delayed else None,
         )
         # A delayed pre mix is known before the pass over the streams, which then writes the input itself.
-        raw = self.delayed and (self.norm_weight is not None or quantised)
+        raw = self.delayed and (self.norm_weight is not None or self.fmt is not None)
         scratch = (*_partials.outputs(splits, total, MIXES), *((row,) if raw else ()))
         launches = self._launches(size, splits, layout, len(outputs)) if total else ()
         return Plan(outputs, launches, scratch)
@@ -245,12 +243,12 @@ class Step:
 
     def results(self, flat: Sequence[Tensor]) -> LayerInput | UpdatedLayerInput:
         """The public result from the tensors of the schema, absent ones being placeholders."""
-        *updated, post, comb, row, data, sf, pre = flat
-        given = (
+        updated, (post, comb, row, data, sf, pre) = flat[:-6], flat[-6:]
+        given: tuple[Any, ...] = (
             post,
             comb,
             row if self.store else None,
             (data, sf) if self.fmt else None,
             pre if self.delayed else None,
         )
-        return UpdatedLayerInput(*updated, *given) if self.update else LayerInput(*given)
+        return UpdatedLayerInput(updated[0], *given) if updated else LayerInput(*given)

@@ -97,7 +97,7 @@ def mhc_head_compute_mix(input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor,
     return function(input_mix, mhc_scale, mhc_base, mhc_pre_eps)
 
 
-for _function, _operator in (
+_PAIRS: tuple[tuple[Any, Any], ...] = (
     (expand_to_mhc, _expand),
     (mhc_pre_norm_fn, _norm_fn),
     (mhc_pre_split_mixes, _split_mixes),
@@ -105,7 +105,8 @@ for _function, _operator in (
     (mhc_pre_apply_mix, _apply_mix),
     (mhc_post, _post),
     (mhc_head_compute_mix, _head_mix),
-):
+)
+for _function, _operator in _PAIRS:
     _function.__doc__ = _operator.__doc__
     _function.operator = _operator.operator
 

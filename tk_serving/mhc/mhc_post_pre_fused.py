@@ -1,5 +1,7 @@
 """From the output of one sublayer to the input of the next: the residual streams are read once and written once."""
 
+from typing import Any
+
 from torch import Tensor
 
 from tk_serving.compare import BITWISE
@@ -13,11 +15,11 @@ from tk_serving.workloads import Maker, serving
 _expect = Expect("mhc_post_pre_fused")
 
 
-def _step(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, *args: object) -> Step:
-    return Step(residual, *args, update=(x, post_layer_mix, comb_res_mix))
+def _step(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, *args: Any) -> Step:
+    return Step(residual, *args, (x, post_layer_mix, comb_res_mix))
 
 
-def _plan(*args: object) -> Plan:
+def _plan(*args: Any) -> Plan:
     return _step(*args).plan(_expect)
 
 
@@ -87,7 +89,16 @@ def mhc_post_pre_fused(
     Raises:
         RuntimeError: called where autograd would record it; it is forward only.
     """
-    args = (x, residual, post_layer_mix, comb_res_mix, fn, mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps)
-    norm = (mhc_post_mult_value, sinkhorn_repeat, n_splits, norm_weight, norm_eps)
+    mixes = (
+        mhc_scale,
+        mhc_base,
+        rms_eps,
+        mhc_pre_eps,
+        mhc_sinkhorn_eps,
+        mhc_post_mult_value,
+        sinkhorn_repeat,
+        n_splits,
+    )
     cast = (fmt, num_per_channels, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, with_out_bf16)
-    return UpdatedLayerInput(*_step(*args, *norm, *cast, delayed, pre_mix).reference())
+    args: tuple[Any, ...] = (fn, *mixes, norm_weight, norm_eps, *cast, delayed, pre_mix)
+    return UpdatedLayerInput(*_step(x, residual, post_layer_mix, comb_res_mix, *args).reference())

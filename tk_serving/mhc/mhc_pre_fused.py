@@ -1,5 +1,7 @@
 """Everything before a sublayer for a serving engine: mixes, input, and where asked its norm and its FP8 form."""
 
+from typing import Any
+
 from torch import Tensor
 
 from tk_serving.compare import Close
@@ -12,7 +14,7 @@ from tk_serving.workloads import Maker, Model, serving
 _expect = Expect("mhc_pre_fused")
 
 
-def _plan(*args: object) -> Plan:
+def _plan(*args: Any) -> Plan:
     return Step(*args).plan(_expect)
 
 
@@ -149,7 +151,16 @@ def mhc_pre_fused(
     Raises:
         RuntimeError: called where autograd would record it; it is forward only.
     """
-    args = (residual, fn, mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value)
-    norm = (norm_weight, norm_eps)
+    mixes = (
+        mhc_scale,
+        mhc_base,
+        rms_eps,
+        mhc_pre_eps,
+        mhc_sinkhorn_eps,
+        mhc_post_mult_value,
+        sinkhorn_repeat,
+        n_splits,
+    )
     cast = (fmt, num_per_channels, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, with_out_bf16)
-    return LayerInput(*Step(*args, sinkhorn_repeat, n_splits, *norm, *cast, delayed, pre_mix).reference())
+    args: tuple[Any, ...] = (residual, fn, *mixes, norm_weight, norm_eps, *cast, delayed, pre_mix)
+    return LayerInput(*Step(*args).reference())

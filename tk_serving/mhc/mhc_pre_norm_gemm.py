@@ -23,7 +23,7 @@ def _plan(residual: Tensor, mhc_fn: Tensor, mhc_norm_weight: Tensor | None, n_sp
         size,
         mixes,
         splits,
-        lambda outs, residual, fn, weight, _: _partials.Tensors(residual, fn, *outs, weight),
+        lambda outs, residual, fn, weight, _: _partials.Tensors(residual, fn, outs[0], outs[1], weight),
         fold=mhc_norm_weight is not None,
     )
     return Plan(_partials.outputs(splits, count(tokens), mixes), (launch,) if count(tokens) else ())

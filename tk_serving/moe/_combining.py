@@ -90,6 +90,15 @@ def arguments(
     return data, x_sf, topk_weights, token_topk_to_pos, sf, shared, out, int(aligned(data, shared, out))
 
 
+def traffic(x: Tensor | tuple[Tensor, Tensor], token_topk_to_pos: Tensor, out_size: int, *others: Tensor | None) -> int:
+    """Bytes with one row read for every pair; ``out_size``: bytes of an element of the result."""
+    data, x_sf = split(x)
+    pairs, hidden = token_topk_to_pos.numel(), data.shape[1]
+    row = hidden * data.element_size() + (4 if x_sf is not None else 0)
+    read = sum(t.numel() * t.element_size() for t in (token_topk_to_pos, *others) if t is not None)
+    return read + min(pairs, len(data)) * row + len(token_topk_to_pos) * hidden * out_size
+
+
 def inputs(
     make: Maker, *, tokens: int, hidden: int, topk: int, experts: int, alignment: int, dtype: str, x_sf: bool
 ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +11,8 @@ from torch import Tensor
 from tk_serving.arithmetic import fma
 from tk_serving.expect import Expect, short
 from tk_serving.layout import WORD, aligned
-from tk_serving.moe.get_fused_mapping import get_fused_mapping
-from tk_serving.operator import Out
+from tk_serving.moe.get_fused_mapping import capacity, get_fused_mapping
+from tk_serving.operator import Launch, Out
 from tk_serving.quant.formats import encode_e4m3
 from tk_serving.workloads import Maker
 
@@ -41,6 +42,32 @@ def sf_out(rows: int, columns: int, dtype: torch.dtype, column_major: bool) -> O
     return Out((rows, columns), dtype, (1, padded), storage=padded * columns)
 
 
+MAX_TOKENS_TO_SCATTER_SF = 256
+
+
+def gathers_sf(tokens: int, column_major: bool) -> bool:
+    """Whether a launch of its own writes the scales.
+
+    Neighbours in a column belong to different tokens, so that scattered scales are written four bytes at a time. Where
+    they are many, it pays to note the token of every row and to write the columns afterwards.
+    """
+    return column_major and tokens > MAX_TOKENS_TO_SCATTER_SF
+
+
+def gather_sf(columns: int, at: int, read: Callable[..., tuple[Tensor, Tensor]]) -> Launch:
+    """The launch that writes column-major scales, output 1.
+
+    Output or scratch ``at`` has the token of every row; ``read(outputs, *public arguments)`` gives the scales of the
+    tokens as int32, and ``pos_to_expert``.
+    """
+
+    def arguments(out: Sequence[Tensor], *arguments: Any) -> tuple:
+        sf, pos_to_expert = read(out, *arguments)
+        return sf, out[at], pos_to_expert, sf_words(out[1], True)
+
+    return Launch("moe.gather_sf", {"columns": columns}, arguments)
+
+
 def sf_words(sf: Tensor, column_major: bool) -> Tensor:
     """The scales as int32 with their padding rows as ordinary rows."""
     words = sf.view(torch.int32)
@@ -60,12 +87,12 @@ def mapping(
 ) -> tuple[Tensor, Tensor]:
     """``token_topk_to_pos`` and ``pos_to_expert`` of random choices; with ``drop`` some pairs have no position."""
     idx = make.topk_ids(tokens, experts, topk)
+    rows = capacity(tokens * topk, experts, alignment)
     if idx.device.type == "meta":
-        rows = (tokens * topk + (alignment - 1) * experts) // alignment * alignment
         return make.randint(0, 1, tokens, topk, dtype=torch.int32), make.randint(0, 1, rows, dtype=torch.int32)
     if drop:
         idx[:, ::3] = -1
-    found: Sequence[Tensor] = get_fused_mapping.operator.call("reference", idx, experts, 0, alignment)
+    found: Sequence[Tensor] = get_fused_mapping.operator.call("reference", idx, experts, rows, alignment)
     return make.place(found[3]), make.place(found[0])
 
 

@@ -19,7 +19,7 @@ def _plan(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> Plan:
     tokens, hidden = x.shape
     topk, rows = _fused.check_mapping(_expect, tokens, token_topk_to_pos, pos_to_expert)
     _expect.same_device(x=x, token_topk_to_pos=token_topk_to_pos, pos_to_expert=pos_to_expert)
-    config = {"hidden": hidden, "itemsize": x.dtype.itemsize, "num_topk": topk, "sf_columns": 0}
+    config = {"hidden": hidden, "itemsize": x.dtype.itemsize, "num_topk": topk, "sf_columns": 0, "sourced": False}
     launch = Launch("moe.expand_to_fused", config, _arguments)
     return Plan((Out((rows, hidden), x.dtype),), (launch,) if tokens and rows else ())
 
@@ -28,7 +28,7 @@ def _arguments(out: Sequence[Tensor], x: Tensor, token_topk_to_pos: Tensor, pos_
     integer = _fused.INTEGERS[x.dtype.itemsize]
     return (
         *(x.view(integer), token_topk_to_pos, pos_to_expert, None),
-        *(out[0].view(integer), None, _fused.is_wide(x, out[0])),
+        *(out[0].view(integer), None, None, _fused.is_wide(x, out[0]), 0),
     )
 
 

@@ -10,7 +10,7 @@ from tk_serving.expect import Expect
 from tk_serving.layout import aligned
 from tk_serving.moe import _contents, _fused
 from tk_serving.moe.expand_to_fused_with_sf import expand_to_fused_with_sf
-from tk_serving.operator import Launch, Plan, Quantized, operator
+from tk_serving.operator import Launch, Out, Plan, Quantized, operator
 from tk_serving.quant import casting, samples, scales
 from tk_serving.quant.per_token_cast import per_token_cast
 from tk_serving.workloads import Maker, serving
@@ -45,13 +45,19 @@ def _plan(
         "layout": layout,
         "round_sf": round_sf,
         "num_topk": topk,
+        "sourced": _fused.gathers_sf(source.tokens, use_tma_aligned_col_major_sf),
     }
-    launch = Launch("moe.expand_to_fused_and_cast", config, _arguments)
+    launches: tuple[Launch, ...] = (Launch("moe.expand_to_fused_and_cast", config, _arguments),)
+    scratch: tuple[Out, ...] = ()
     outputs = (
         casting.data_out(fmt, rows, source.hidden),
         scales.sf_out(layout, rows, -(-source.hidden // num_per_channels)),
     )
-    return Plan(outputs, (launch,) if source.tokens and rows else ())
+    if config["sourced"]:
+        columns = outputs[1].shape[1]
+        launches = (*launches, _fused.gather_sf(columns, 3, _sf_and_experts))
+        scratch = (Out((source.tokens, columns), torch.int32), Out((rows,), torch.int32))
+    return Plan(outputs, launches, scratch) if source.tokens and rows else Plan(outputs)
 
 
 def _arguments(
@@ -65,7 +71,15 @@ def _arguments(
     *_: bool,
 ) -> tuple:
     data = out[0].view(_fused.INTEGERS[1])
-    return x, token_topk_to_pos, pos_to_expert, data, _fused.sf_words(out[1], column_major), _fused.is_wide(data)
+    sourced = _fused.gathers_sf(len(x), column_major)
+    sf, token_of = (out[2], out[3]) if sourced else (_fused.sf_words(out[1], column_major), None)
+    return x, token_topk_to_pos, pos_to_expert, data, sf, token_of, _fused.is_wide(data), int(column_major)
+
+
+def _sf_and_experts(
+    out: Sequence[Tensor], x: Tensor, fmt: str, num_per_channels: int, positions: Tensor, experts: Tensor, *_: bool
+) -> tuple[Tensor, Tensor]:
+    return out[2], experts
 
 
 def _verify(x: Tensor, fmt: str, num_per_channels: int, positions: Tensor, pos_to_expert: Tensor, *_: bool) -> None:
@@ -108,6 +122,8 @@ def _inputs(
         {"tokens": 5, "hidden": 1040, "topk": 6, "round_sf": True, "packed": True, "alignment": 3, "values": "special"},
         {"tokens": 5, "hidden": 208, "topk": 2, "npc": 32, "round_sf": True, "packed": True, "dtype": "float32"},
         {"tokens": 5, "hidden": 1040, "topk": 4, "npc": 32, "fmt": "e2m1", "values": "special"},
+        {"tokens": 260, "hidden": 528, "topk": 3, "alignment": 3},
+        {"tokens": 260, "hidden": 208, "topk": 2, "npc": 32, "round_sf": True, "packed": True},
     ],
     workloads=serving(
         lambda m: {

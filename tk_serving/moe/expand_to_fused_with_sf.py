@@ -38,10 +38,17 @@ def _plan(
     )
     topk, rows = _fused.check_mapping(_expect, tokens, token_topk_to_pos, pos_to_expert)
     _expect.same_device(**{"x[0]": data, "x[1]": sf}, token_topk_to_pos=token_topk_to_pos, pos_to_expert=pos_to_expert)
-    config = {"hidden": hidden, "itemsize": data.dtype.itemsize, "num_topk": topk, "sf_columns": columns}
-    launch = Launch("moe.expand_to_fused", config, _arguments)
+    config = {"hidden": hidden, "itemsize": data.dtype.itemsize, "num_topk": topk}
+    launches: tuple[Launch, ...]
+    scratch: tuple[Out, ...] = ()
+    if _fused.gathers_sf(tokens, use_tma_aligned_col_major_sf):
+        scattering = Launch("moe.expand_to_fused", {**config, "sf_columns": 0, "sourced": True}, _arguments)
+        launches = (scattering, _fused.gather_sf(columns, 2, _sf_and_experts))
+        scratch = (Out((rows,), torch.int32),)
+    else:
+        launches = (Launch("moe.expand_to_fused", {**config, "sf_columns": columns, "sourced": False}, _arguments),)
     outputs = (Out((rows, hidden), data.dtype), _fused.sf_out(rows, columns, sf.dtype, use_tma_aligned_col_major_sf))
-    return Plan(outputs, (launch,) if tokens and rows else ())
+    return Plan(outputs, launches, scratch) if tokens and rows else Plan(outputs)
 
 
 def _arguments(
@@ -53,10 +60,18 @@ def _arguments(
     column_major: bool,
 ) -> tuple:
     integer = _fused.INTEGERS[x[0].dtype.itemsize]
+    gathered = _fused.gathers_sf(len(x[0]), column_major)
     return (
-        *(x[0].view(integer), token_topk_to_pos, pos_to_expert, x[1].view(torch.int32)),
-        *(out[0].view(integer), _fused.sf_words(out[1], column_major), _fused.is_wide(x[0], out[0])),
+        *(x[0].view(integer), token_topk_to_pos, pos_to_expert, None if gathered else x[1].view(torch.int32)),
+        *(out[0].view(integer), None if gathered else _fused.sf_words(out[1], column_major)),
+        *(out[2] if gathered else None, _fused.is_wide(x[0], out[0]), int(column_major)),
     )
+
+
+def _sf_and_experts(
+    out: Sequence[Tensor], x: Quantized, num_per_channels: int, positions: Tensor, pos_to_expert: Tensor, _: bool
+) -> tuple[Tensor, Tensor]:
+    return x[1].view(torch.int32), pos_to_expert
 
 
 def _verify(x: Quantized, num_per_channels: int, token_topk_to_pos: Tensor, pos_to_expert: Tensor, _: bool) -> None:
@@ -103,6 +118,8 @@ def _inputs(
         {"tokens": 9, "hidden": 1024, "topk": 4, "sf_column_major": True},
         {"tokens": 9, "hidden": 576, "topk": 3, "column_major": False, "alignment": 1},
         {"tokens": 5, "hidden": 416, "topk": 2, "npc": 32, "dtype": "int8", "packed": True, "alignment": 3},
+        {"tokens": 300, "hidden": 544, "topk": 3, "npc": 32, "dtype": "int8", "alignment": 3},
+        {"tokens": 260, "hidden": 160, "topk": 2, "npc": 32, "packed": True, "sf_column_major": True},
     ],
     workloads=serving(
         lambda m: {

@@ -7,17 +7,26 @@ from torch import Tensor
 
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
-from tk_serving.moe import _contents, _counting
+from tk_serving.moe import _contents
 from tk_serving.operator import Launch, Out, Plan, operator
 from tk_serving.workloads import Maker, serving
 
 MAX_EXPERTS = 1024
 MAX_ROWS = 2**31 - 2**20  # leaves room for the steps of the last loop
 MAX_PAIRS_IN_ONE_LAUNCH = 4096
+CHUNK = 256  # pairs of a block, or a multiple
+SECTION = 8  # chunks
+MAX_SECTIONS = 256  # every block reads the counts of all
 ROWS_PER_BLOCK = 2048  # to fill with padding
 MAX_BLOCKS = 1024
 
 _expect = Expect("get_fused_mapping")
+
+
+def capacity(pairs: int, num_experts: int, alignment: int) -> int:
+    """Rows that suffice for every choice of experts: those without pairs take none."""
+    most = pairs + min(pairs, num_experts) * (alignment - 1)
+    return -(-most // alignment) * alignment
 
 
 def _plan(topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignment: int, force_no_sync: bool) -> Plan:
@@ -43,15 +52,24 @@ def _plan(topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignmen
         # Stand-ins for the empty tensors of an empty batch.
         scratch: tuple[Out, ...] = () if tokens else (Out((1,), torch.int64), Out((1,), torch.int32))
     else:
-        counting, counts = _counting.count_of_chunks(pairs, num_experts, at=7)
-        placing = (counting, Launch("moe.get_fused_mapping", {**config, "counted": True}, _arguments_of_place))
-        scratch = (counts,)
+        sections, chunks, _ = _division(pairs)
+        placing = (
+            Launch("moe.get_fused_mapping:count", {"num_experts": num_experts}, _arguments_of_count),
+            Launch("moe.get_fused_mapping", {**config, "counted": True}, _arguments_of_place),
+        )
+        scratch = (Out((sections, num_experts), torch.int32), Out((chunks, num_experts), torch.int32))
     outputs = (
         *(Out((rows,), torch.int32) for _ in range(3)),
         Out((tokens, topk), torch.int32),
         *(Out((num_experts,), torch.int32) for _ in range(3)),
     )
     return Plan(outputs, placing if rows else (), scratch)
+
+
+def _division(pairs: int) -> tuple[int, int, int]:
+    """Sections, chunks, and pairs in each chunk."""
+    chunk = -(-pairs // (MAX_SECTIONS * SECTION * CHUNK)) * CHUNK
+    return -(-pairs // (SECTION * chunk)), -(-pairs // chunk), chunk
 
 
 def _capturing(tensor: Tensor) -> bool:
@@ -61,14 +79,18 @@ def _capturing(tensor: Tensor) -> bool:
 def _arguments_of_one(out: Sequence[Tensor], topk_idx: Tensor, *rest: int) -> tuple:
     pairs, alignment = topk_idx.numel(), rest[2]
     ids, positions = (topk_idx.view(-1), out[3].view(-1)) if pairs else out[7:9]
-    blocks = max(-(-pairs // _counting.CHUNK), min(-(-out[0].shape[0] // ROWS_PER_BLOCK), MAX_BLOCKS))
-    return ids, None, *out[:3], positions, *out[4:7], pairs, _counting.CHUNK, blocks, alignment
+    blocks = max(-(-pairs // CHUNK), min(-(-out[0].shape[0] // ROWS_PER_BLOCK), MAX_BLOCKS))
+    return ids, None, None, *out[:3], positions, *out[4:7], pairs, CHUNK, blocks, alignment
+
+
+def _arguments_of_count(out: Sequence[Tensor], topk_idx: Tensor, *_: int) -> tuple:
+    return topk_idx.view(-1), out[7], out[8], _division(topk_idx.numel())[2]
 
 
 def _arguments_of_place(out: Sequence[Tensor], topk_idx: Tensor, *rest: int) -> tuple:
-    blocks, chunk = _counting.blocks_of(topk_idx.numel())
+    _, blocks, chunk = _division(topk_idx.numel())
     ids, positions = topk_idx.view(-1), out[3].view(-1)
-    return ids, out[7], *out[:3], positions, *out[4:7], topk_idx.numel(), chunk, blocks, rest[2]
+    return ids, out[7], out[8], *out[:3], positions, *out[4:7], topk_idx.numel(), chunk, blocks, rest[2]
 
 
 def _finish(
@@ -92,7 +114,7 @@ def _inputs(
     experts: int,
     topk: int,
     alignment: int = 128,
-    rows: int = 0,
+    rows: int | None = None,
     ids: str = "distinct",
 ) -> tuple:
     if ids == "distinct":
@@ -101,6 +123,7 @@ def _inputs(
         idx = make.randint(experts - 1, experts, tokens, topk)
     else:
         idx = make.randint(-3, experts + 3, tokens, topk)
+    rows = capacity(tokens * topk, experts, alignment) if rows is None else rows
     return idx, experts, rows, alignment, True
 
 
@@ -114,11 +137,11 @@ def _inputs(
     equality=BITWISE,
     cases=[
         {"tokens": 0, "experts": 3, "topk": 2, "alignment": 4, "rows": 9},
-        {"tokens": 0, "experts": 3, "topk": 2, "alignment": 1},
+        {"tokens": 0, "experts": 3, "topk": 2, "alignment": 1, "rows": 0},
         {"tokens": 37, "experts": 256, "topk": 8},
-        {"tokens": 500, "experts": 256, "topk": 8, "alignment": 16, "ids": "any"},
+        {"tokens": 500, "experts": 256, "topk": 8, "alignment": 16, "ids": "any", "rows": 0},
         {"tokens": 40, "experts": 3, "topk": 2, "alignment": 4, "ids": "any", "rows": 50},
-        {"tokens": 5000, "experts": 40, "topk": 6, "alignment": 128},
+        {"tokens": 7000, "experts": 40, "topk": 6, "alignment": 128},
         {"tokens": 4500, "experts": 1000, "topk": 2, "alignment": 1, "ids": "any", "rows": 8000},
         {"tokens": 2000, "experts": 3, "topk": 5, "ids": "one", "alignment": 64},
     ],

@@ -275,6 +275,27 @@ def _inputs(
             "with_scores": True,
         },
         {"tokens": 5, "experts": 40, "topk": 4, "special": True, "scoring": "sigmoid", "image": True, "biased": False},
+        # One warp for each token.
+        {
+            "tokens": 515,
+            "experts": 72,
+            "topk": 6,
+            "shared": 1,
+            "copies": 3,
+            "masked": True,
+            "fixed": True,
+            "with_scores": True,
+        },
+        {
+            "tokens": 513,
+            "experts": 40,
+            "topk": 4,
+            "scoring": "softmax",
+            "image": True,
+            "random": True,
+            "with_scores": True,
+            "special": True,
+        },
     ],
     workloads=serving(
         lambda m: {

@@ -53,6 +53,13 @@ def _finish(flat: Tensor, *arguments: object) -> object:
     return flat if arguments[5] is None else arguments[5]
 
 
+def _traffic(
+    x: Tensor | Quantized, weights: Tensor | None, positions: Tensor, fp8_format: str, sf: Tensor | None, _: object
+) -> int:
+    out_size = 1 if fp8_format else _combining.split(x)[0].element_size()
+    return _combining.traffic(x, positions, out_size, weights, sf)
+
+
 def _verify(x: Tensor | Quantized, topk_weights: Tensor | None, token_topk_to_pos: Tensor, *_: object) -> None:
     _contents.below(_expect, "token_topk_to_pos", token_topk_to_pos, len(_combining.split(x)[0]))
 
@@ -95,6 +102,7 @@ def _inputs(
     phase="inference",
     plan=_plan,
     inputs=_inputs,
+    traffic=_traffic,
     verify=_verify,
     finish=_finish,
     mutates=["out"],

@@ -49,6 +49,10 @@ def _finish(flat: Tensor, *arguments: object) -> object:
     return flat if arguments[4] is None else arguments[4]
 
 
+def _traffic(x: Tensor | Quantized, shared: Tensor, weights: Tensor | None, positions: Tensor, _: object) -> int:
+    return _combining.traffic(x, positions, _combining.split(x)[0].element_size(), weights, shared)
+
+
 def _verify(
     x: Tensor | Quantized, shared: Tensor, weights: Tensor | None, token_topk_to_pos: Tensor, _: object
 ) -> None:
@@ -89,6 +93,7 @@ def _inputs(
     phase="inference",
     plan=_plan,
     inputs=_inputs,
+    traffic=_traffic,
     verify=_verify,
     finish=_finish,
     mutates=["out"],

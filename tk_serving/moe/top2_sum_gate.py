@@ -221,6 +221,9 @@ def _inputs(
         },
         {"tokens": 5, "experts": 40, "topk": 32, "special": True, "groups": 20, "kept": 16},
         {"tokens": 5, "experts": 33, "topk": 3, "special": True, "scoring": "softmax", "copies": 2, "ep": 2},
+        # One warp for each token.
+        {"tokens": 515, "experts": 64, "topk": 6, "groups": 8, "kept": 4, "special": True},
+        {"tokens": 513, "experts": 60, "topk": 4, "groups": 4, "kept": 1, "scoring": "softmax", "tp": 2, "ep": 4},
     ],
     workloads=serving(
         lambda m: {

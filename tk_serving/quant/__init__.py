@@ -4,5 +4,5 @@ from tk_serving.operator import load_family
 
 globals().update(load_family(__name__))
 
-from tk_serving.quant.batched_transpose_weight_sf import batched_transpose_weight_sf  # noqa: E402
-from tk_serving.quant.unpack_from_e2m1fn_x2 import unpack_from_e2m1fn_x2  # noqa: E402
+from tk_serving.quant.batched_transpose_weight_sf import batched_transpose_weight_sf  # noqa: E402, F401
+from tk_serving.quant.unpack_from_e2m1fn_x2 import unpack_from_e2m1fn_x2  # noqa: E402, F401

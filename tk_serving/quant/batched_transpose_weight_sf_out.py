@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
-from tk_serving.layout import aligned
+from tk_serving.layout import address
 from tk_serving.operator import Launch, Out, Plan, operator
 from tk_serving.quant import scales
 from tk_serving.workloads import MODELS, Maker, Workload
@@ -62,13 +62,13 @@ def _launch(indices: list[int], block_size: int, sf0s: list[Tensor], sf1s: list[
         most = 0
         # Slots without a weight get the first one's tensors, which the kernel does not touch.
         for i in indices + indices[:1] * (SLOTS - len(indices)):
-            three = (sf[i], outs[0][i].mT, outs[1][i] if flags[i] else outs[1][i].mT)
-            flat += (tensor if tensor.dim() == 3 else tensor[None] for tensor in three)
-            most = max(most, three[1].numel() + three[2].numel())
-        return *flat, len(indices), -(-most // (4 * THREADS))
+            words = [outs[0][i].mT, outs[1][i] if flags[i] else outs[1][i].mT]
+            words = [tensor.reshape(-1, 4) for tensor in words]
+            flat += (sf[i] if sf[i].dim() == 3 else sf[i][None], *words)
+            most = max(most, words[0].shape[0] + words[1].shape[0])
+        return *flat, len(indices), -(-most // THREADS)
 
-    # Rows of the storage are multiples of 128 words: only the base can be misaligned.
-    wide = all(aligned(out.view(-1) if out.is_contiguous() else out.mT) for out in (*sf0s, *sf1s))
+    wide = all(address(out) % 16 == 0 for out in (*sf0s, *sf1s))
     return Launch("quant.transpose_weight_sf", {"block_size": block_size, "wide": wide}, arguments)
 
 

@@ -11,7 +11,7 @@ from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect, short
 from tk_serving.layout import aligned
 from tk_serving.operator import Launch, Plan, Quantized, operator
-from tk_serving.quant import casting, samples, scales
+from tk_serving.quant import casting, scales
 from tk_serving.quant.formats import decode_e2m1, encode_e4m3
 from tk_serving.workloads import MODELS, Maker, Workload
 

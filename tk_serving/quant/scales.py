@@ -106,7 +106,7 @@ def of_exponents(exponents: Tensor) -> Tensor:
 def pack(exponents: Tensor) -> Tensor:
     """int32 [..., ceil(Kb / 4)]: four exponents in a word, the first in its lowest byte; missing bytes are 0."""
     padded = torch.nn.functional.pad(exponents, (0, -exponents.shape[-1] % 4))
-    return padded.to(torch.uint8).view(torch.int32)
+    return padded.to(torch.uint8, memory_format=torch.contiguous_format).view(torch.int32)
 
 
 def powers_of_two(sf: Tensor) -> bool:

@@ -13,7 +13,7 @@ from tk_serving import quant
 from tk_serving.modeling.quant import FORMATS, rms_norm
 from tk_serving_patches.transformers._calls import Seam, refusal, verdict
 
-NORM = Seam("rms-norm", ("norm_forward",))
+NORM = Seam("rms-norm", ("norm_forward", "norm_backward"))
 
 
 @verdict

@@ -42,16 +42,18 @@ def macros(hidden: int, mixes: int, splits: int, fold: bool, unstage):
     warps = -(-units // splits)
     threads = 32 * warps
     tiles = -(-mixes // 8)
+    fragments = MULT * tiles * 2
+    at_once = 12 if fragments % 12 == 0 else 8  # loads under way together
 
     @T.macro
     def load_matrix(fn, weight, matrix, unit, thread):
         """The lane's fragments: entry (stream, tile, half) holds four neighbouring columns of one row of fn."""
         lane = thread % 32
-        loaded = T.alloc_local((8 * 4,), "float32")
+        loaded = T.alloc_local((at_once * 4,), "float32")
         factor = T.alloc_local((4,), "float32")
-        for step in T.serial(MULT * tiles * 2 // 8):
-            for i in T.unroll(8):
-                entry = step * 8 + i
+        for step in T.serial(fragments // at_once):
+            for i in T.unroll(at_once):
+                entry = step * at_once + i
                 row = entry // 2 % tiles * 8 + lane // 4
                 column = entry // (2 * tiles) * hidden + unit * UNIT + lane % 4 * VALUES + entry % 2 * 4
                 for v in T.vectorized(4):
@@ -64,11 +66,11 @@ def macros(hidden: int, mixes: int, splits: int, fold: bool, unstage):
                             factor[v] = weight[column + v]
                         for v in T.unroll(4):
                             loaded[4 * i + v] = loaded[4 * i + v] * factor[v]
-            for i in T.unroll(8):
+            for i in T.unroll(at_once):
                 for v in T.unroll(4):
                     loaded[4 * i + v] = tf32(loaded[4 * i + v])
                 for v in T.vectorized(4):
-                    matrix[((step * 8 + i) * threads + thread) * 4 + v] = loaded[4 * i + v]
+                    matrix[((step * at_once + i) * threads + thread) * 4 + v] = loaded[4 * i + v]
 
     @T.macro
     def multiply(ints, stream, matrix, total, squares, thread):

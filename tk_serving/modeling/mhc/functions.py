@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tk_serving.mhc import mhc_head_fused
 from tk_serving.mhc.differentiable import recording
+from tk_serving.mhc.mhc_head_fused import mhc_head_fused
 from tk_serving.modeling.mhc import ops
 
 

@@ -11,7 +11,8 @@ from tk_serving.moe.kernels.rows import ROWS_PER_BLOCK, VECTOR, padding_clearer,
 MIN_THREADS = 1536
 
 
-def build(hidden: int, itemsize: int, num_topk: int, sf_columns: int):
+def build(hidden: int, itemsize: int, num_topk: int, sf_columns: int, sourced: bool):
+    """``sourced``: note the token of every row for a launch that follows."""
     dtype = {1: "int8", 2: "int16", 4: "int32"}[itemsize]
     per_unit = VECTOR // itemsize
     units = (hidden + per_unit - 1) // per_unit
@@ -25,11 +26,16 @@ def build(hidden: int, itemsize: int, num_topk: int, sf_columns: int):
     sf_out_strides = T.dynamic("sf_out_row_stride", "int64"), T.dynamic("sf_out_column_stride", "int64")
 
     @T.macro
-    def scatter_part(x, positions, out, token, part, thread, rows, wide):
+    def scatter_part(x, positions, out, token_of, token, part, thread, rows, wide):
         place = T.alloc_local((num_topk,), "int64")
         value = T.alloc_local((per_unit,), dtype)
         for k in T.unroll(num_topk):
             place[k] = T.cast(positions[token, k], "int64")
+        if sourced:
+            if part == 0 and thread == 0:
+                for k in T.unroll(num_topk):
+                    if place[k] >= 0 and place[k] < rows:
+                        token_of[place[k]] = T.cast(token, "int32")
         if wide != 0:
             if whole:
                 if part * threads + thread < units:
@@ -68,19 +74,21 @@ def build(hidden: int, itemsize: int, num_topk: int, sf_columns: int):
         sf: T.StridedTensor((tokens, max(sf_columns, 1)), sf_strides, "int32"),
         out: T.Tensor((rows, hidden), dtype),
         sf_out: T.StridedTensor((sf_rows, max(sf_columns, 1)), sf_out_strides, "int32"),
+        token_of: T.Tensor((rows,), "int32"),
         wide: T.int32,
+        column_major: T.int32,
     ):
         with T.Kernel(tokens * parts + T.ceildiv(rows, ROWS_PER_BLOCK), threads=threads) as block:
             T.annotate_min_blocks_per_sm(resident_blocks(threads, MIN_THREADS))
             thread = T.get_thread_binding()
             if block < tokens * parts:
                 token = T.cast(T.truncdiv(block, parts), "int64")
-                scatter_part(x, positions, out, token, T.truncmod(block, parts), thread, rows, wide)
+                scatter_part(x, positions, out, token_of, token, T.truncmod(block, parts), thread, rows, wide)
                 if sf_columns > 0:
                     if T.truncmod(block, parts) == 0:
                         scatter_sf(sf, positions, sf_out, token, thread, rows)
             else:
                 first = (T.cast(block, "int64") - tokens * parts) * ROWS_PER_BLOCK
-                clear_padding(pos_to_expert, out, sf_out, first, thread, rows, sf_rows, wide)
+                clear_padding(pos_to_expert, out, sf_out, first, thread, rows, sf_rows, wide, column_major)
 
     return expand_to_fused

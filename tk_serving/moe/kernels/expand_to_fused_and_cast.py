@@ -18,7 +18,10 @@ COLUMNS = 2 * OCTET  # of a lane
 MIN_THREADS = 1024
 
 
-def build(hidden: int, x: str, aligned: bool, fmt: str, npc: int, layout: str, round_sf: bool, num_topk: int):
+def build(
+    hidden: int, x: str, aligned: bool, fmt: str, npc: int, layout: str, round_sf: bool, num_topk: int, sourced: bool
+):
+    """``sourced``: keep the scales by token, and note the token of every row, for a launch that follows."""
     read = source(x, aligned)
     mode = mode_of(layout, round_sf)
     rule = scale_rule(fmt, mode)
@@ -26,10 +29,11 @@ def build(hidden: int, x: str, aligned: bool, fmt: str, npc: int, layout: str, r
     lanes = npc // COLUMNS  # of a group
     tiles = (hidden + 32 * COLUMNS - 1) // (32 * COLUMNS)
     blocks = (hidden + npc - 1) // npc
+    sf_lanes = 4 * lanes if layout == PACKED else lanes  # of a stored word
     sf_columns = (blocks + 3) // 4 if layout == PACKED else blocks
     size = COLUMNS if fmt == "e4m3" else COLUMNS // 2  # bytes that a lane stores
     row_bytes = hidden // COLUMNS * size
-    clear_padding = padding_clearer(row_bytes, "int8", THREADS, sf_columns)
+    clear_padding = padding_clearer(row_bytes, "int8", THREADS, 0 if sourced else sf_columns)
 
     tokens, rows, sf_rows = (T.dynamic(name, "int64") for name in ("tokens", "rows", "sf_rows"))
     x_stride = T.dynamic("x_stride", "int64")
@@ -61,9 +65,12 @@ def build(hidden: int, x: str, aligned: bool, fmt: str, npc: int, layout: str, r
         pos_to_expert: T.Tensor((rows,), "int32"),
         data: T.Tensor((rows, row_bytes), "int8"),
         sf: T.StridedTensor((sf_rows, sf_columns), sf_strides, "int32"),
+        token_of: T.Tensor((rows,), "int32"),
         wide: T.int32,
+        column_major: T.int32,
     ):
-        with T.Kernel(T.ceildiv(tokens * tiles, WARPS) + T.ceildiv(sf_rows, ROWS_PER_BLOCK), threads=THREADS) as block:
+        filled = rows if sourced else sf_rows
+        with T.Kernel(T.ceildiv(tokens * tiles, WARPS) + T.ceildiv(filled, ROWS_PER_BLOCK), threads=THREADS) as block:
             T.annotate_min_blocks_per_sm(resident_blocks(THREADS, MIN_THREADS))
             thread = T.get_thread_binding()
             lane = thread % 32
@@ -117,14 +124,16 @@ def build(hidden: int, x: str, aligned: bool, fmt: str, npc: int, layout: str, r
                                 else:
                                     for i in T.unroll(size, unroll_factor=1):
                                         data[at[0], column * size + i] = T.cast(words[i // 4] >> (8 * (i % 4)), "int8")
-                                if layout == PACKED:
-                                    if lane % (4 * lanes) == 0:
-                                        sf[at[0], column // (4 * lanes)] = stored[0]
-                                else:
-                                    if lane % lanes == 0:
-                                        sf[at[0], column // lanes] = stored[0]
+                                if sourced:
+                                    if column == 0:
+                                        token_of[at[0]] = T.cast(token, "int32")
+                                elif lane % sf_lanes == 0:
+                                    sf[at[0], column // sf_lanes] = stored[0]
+                        if sourced:
+                            if lane % sf_lanes == 0:
+                                sf[token, column // sf_lanes] = stored[0]
             else:
                 first = (T.cast(block, "int64") - casting) * ROWS_PER_BLOCK
-                clear_padding(pos_to_expert, data, sf, first, thread, rows, sf_rows, wide)
+                clear_padding(pos_to_expert, data, sf, first, thread, rows, sf_rows, wide, column_major)
 
     return expand_to_fused_and_cast

@@ -1,9 +1,10 @@
 """Stable counting sort of expert ids into aligned regions.
 
 A block ranks one chunk of pairs. It needs the number of pairs of every expert, in all and before its chunk: it counts
-the ids themselves where they are few, else it adds up what a first launch counted for each chunk. The order within
-the chunk comes from the warps taking consecutive parts of it, and from votes inside a warp: no result depends on the
-number of blocks or on their schedule.
+the ids themselves where they are few, else a first launch counts them by sections of several chunks, which are few
+enough to be added up by every block, and by chunk before each chunk of a section. The order within the chunk comes
+from the warps taking consecutive parts of it, and from votes inside a warp: no result depends on the number of blocks
+or on their schedule.
 """
 
 import tilelang.language as T
@@ -12,15 +13,64 @@ from tk_serving.moe.kernels.group_count import BATCH, THREADS, read_id
 from tk_serving.moe.kernels.warp import ballot, popcount
 
 WARPS = THREADS // 32
+SECTIONS_AT_ONCE = 16
+SECTION = 8  # chunks
+COUNTERS = 512  # threads that count a section
 
 
 def rounded_up(number, multiple):
     return T.truncdiv(number + multiple - 1, multiple) * multiple
 
 
+def count(num_experts: int):
+    """Pairs of every expert in each section, and before each chunk of its section."""
+    size, sections, chunks = T.dynamic("size"), T.dynamic("sections"), T.dynamic("chunks")
+    shares = COUNTERS // THREADS
+    loads = SECTION // shares
+
+    @T.prim_func
+    def count_pairs(
+        ids: T.Tensor((size,), "int64"),
+        totals: T.Tensor((sections, num_experts), "int32"),
+        before: T.Tensor((chunks, num_experts), "int32"),
+        chunk: T.int32,
+    ):
+        with T.Kernel(sections, threads=COUNTERS) as block:
+            thread = T.get_thread_binding()
+            found = T.alloc_shared((SECTION, num_experts + 1), "int32")
+            id = T.alloc_local((loads,), "int32")
+            sum = T.alloc_local((1,), "int32")
+            for i in T.serial(T.ceildiv(num_experts + 1, COUNTERS)):
+                if i * COUNTERS + thread <= num_experts:
+                    for c in T.unroll(SECTION):
+                        found[c, i * COUNTERS + thread] = 0
+            T.sync_threads()
+            share = thread // THREADS
+            first = T.cast(block, "int64") * (SECTION * chunk) + thread % THREADS
+            for i in T.serial(T.truncdiv(chunk, THREADS)):
+                for j in T.unroll(loads):
+                    read_id(ids, first + (j * shares + share) * chunk + i * THREADS, size, num_experts, id, j)
+                for j in T.unroll(loads):
+                    if id[j] < num_experts:
+                        T.atomic_add(found[j * shares + share, id[j]], 1)
+            T.sync_threads()
+            for i in T.serial(T.ceildiv(num_experts, COUNTERS)):
+                e = i * COUNTERS + thread
+                if e < num_experts:
+                    sum[0] = 0
+                    for c in T.unroll(SECTION):
+                        if block * SECTION + c < chunks:
+                            before[block * SECTION + c, e] = sum[0]
+                        sum[0] = sum[0] + found[c, e]
+                    totals[block, e] = sum[0]
+
+    return count_pairs
+
+
 def build(num_experts: int, num_topk: int, counted: bool):
-    """Place the pairs. ``counted``: a first launch has counted the experts of each chunk."""
-    size, rows, chunks = T.dynamic("size"), T.dynamic("rows"), T.dynamic("chunks")
+    """Place the pairs. ``counted``: a first launch has counted them."""
+    size, rows = T.dynamic("size"), T.dynamic("rows")
+    sections, chunks = T.dynamic("sections"), T.dynamic("chunks")
     bits = num_experts.bit_length()
     each = (num_experts + THREADS - 1) // THREADS  # experts of a thread in the scan
 
@@ -47,7 +97,8 @@ def build(num_experts: int, num_topk: int, counted: bool):
     @T.prim_func
     def get_fused_mapping(
         ids: T.Tensor((size,), "int64"),
-        counts: T.Tensor((chunks, num_experts), "int32"),
+        section_totals: T.Tensor((sections, num_experts), "int32"),
+        before_chunk: T.Tensor((chunks, num_experts), "int32"),
         pos_to_expert: T.Tensor((rows,), "int32"),
         pos_to_token: T.Tensor((rows,), "int32"),
         pos_to_token_topk: T.Tensor((rows,), "int32"),
@@ -70,7 +121,7 @@ def build(num_experts: int, num_topk: int, counted: bool):
             start = T.alloc_shared((num_experts + 1,), "int32")
             place = T.alloc_shared((WARPS, num_experts + 1), "int32")
             warp_sums = T.alloc_shared((WARPS,), "int32")
-            id = T.alloc_local((BATCH,), "int32")
+            id = T.alloc_local((max(BATCH, SECTIONS_AT_ONCE),), "int32")
             sum = T.alloc_local((2,), "int32")
             same = T.alloc_local((1,), "uint32")
             vote = T.alloc_local((1,), "uint32")
@@ -91,15 +142,15 @@ def build(num_experts: int, num_topk: int, counted: bool):
                     e = i * THREADS + thread
                     if e < num_experts:
                         sum[0] = 0
-                        sum[1] = 0
-                        for b in T.serial(T.truncdiv(blocks + BATCH - 1, BATCH)):
-                            for j in T.unroll(BATCH):
+                        sum[1] = before_chunk[block, e]
+                        for s in T.serial(T.truncdiv(sections + SECTIONS_AT_ONCE - 1, SECTIONS_AT_ONCE)):
+                            for j in T.unroll(SECTIONS_AT_ONCE):
                                 id[j] = 0
-                                if b * BATCH + j < blocks:
-                                    id[j] = counts[b * BATCH + j, e]
-                            for j in T.unroll(BATCH):
-                                if b * BATCH + j == block:
-                                    sum[1] = sum[0]
+                                if s * SECTIONS_AT_ONCE + j < sections:
+                                    id[j] = section_totals[s * SECTIONS_AT_ONCE + j, e]
+                            for j in T.unroll(SECTIONS_AT_ONCE):
+                                if s * SECTIONS_AT_ONCE + j < T.truncdiv(block, SECTION):
+                                    sum[1] = sum[1] + id[j]
                                 sum[0] = sum[0] + id[j]
                         total[e] = sum[0]
                         before[e] = sum[1]

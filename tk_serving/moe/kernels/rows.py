@@ -18,16 +18,36 @@ def resident_blocks(threads: int, wanted_threads: int) -> int:
 
 
 def padding_clearer(columns: int, dtype: str, threads: int, sf_columns: int):
-    """Macro ``clear(pos_to_expert, out, sf_out, first, thread, rows, sf_rows, wide)`` for one block.
+    """Macro ``clear(pos_to_expert, out, sf_out, first, thread, rows, sf_rows, wide, column_major)`` for one block.
 
     Of the rows from ``first`` on it clears those without an expert, and their scales; and the scales of the rows from
-    ``rows`` to ``sf_rows``, the padding of column-major storage. With ``wide`` rows of ``out`` start on 16 bytes.
+    ``rows`` to ``sf_rows``, the padding of column-major storage. With ``wide`` rows of ``out`` start on 16 bytes;
+    ``column_major`` tells how the scales are stored.
     """
     per_unit = VECTOR // {"int8": 1, "int16": 2, "int32": 4}[dtype]
     units = columns // per_unit
 
     @T.macro
-    def clear(pos_to_expert, out, sf_out, first, thread, rows, sf_rows, wide):
+    def clear_sf(pos_to_expert, sf_out, first, thread, rows, sf_rows, column_major):
+        """With neighbouring threads on what is contiguous: rows of a column, or columns of a row."""
+        row = T.alloc_local((1,), "int32")
+        column = T.alloc_local((1,), "int32")
+        clears = T.alloc_local((1,), "int32")
+        for i in T.serial((sf_columns * ROWS_PER_BLOCK + threads - 1) // threads):
+            row[0] = (i * threads + thread) % ROWS_PER_BLOCK
+            column[0] = (i * threads + thread) // ROWS_PER_BLOCK
+            if column_major == 0:
+                row[0] = (i * threads + thread) // sf_columns
+                column[0] = (i * threads + thread) % sf_columns
+            if row[0] < ROWS_PER_BLOCK and column[0] < sf_columns and first + row[0] < sf_rows:
+                clears[0] = -1
+                if first + row[0] < rows:
+                    clears[0] = pos_to_expert[first + row[0]]
+                if clears[0] < 0:
+                    sf_out[first + row[0], column[0]] = 0
+
+    @T.macro
+    def clear(pos_to_expert, out, sf_out, first, thread, rows, sf_rows, wide, column_major):
         padding = T.alloc_local((ROWS_PER_BLOCK,), "int32")
         nothing = T.alloc_local((per_unit,), dtype)
         for i in T.unroll(per_unit):
@@ -48,10 +68,7 @@ def padding_clearer(columns: int, dtype: str, threads: int, sf_columns: int):
                     for i in T.unroll((columns + threads - 1) // threads, unroll_factor=1):
                         if i * threads + thread < columns:
                             out[first + r, i * threads + thread] = nothing[0]
-            if sf_columns > 0:
-                if padding[r] < 0 or (first + r >= rows and first + r < sf_rows):
-                    for i in T.serial((sf_columns + threads - 1) // threads):
-                        if i * threads + thread < sf_columns:
-                            sf_out[first + r, i * threads + thread] = 0
+        if sf_columns > 0:
+            clear_sf(pos_to_expert, sf_out, first, thread, rows, sf_rows, column_major)
 
     return clear

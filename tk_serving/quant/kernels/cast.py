@@ -10,7 +10,7 @@ STEPS = 4  # octets of a thread
 
 
 def _mix(x):
-    """Macro-time expression of one round of the hash on uint32."""
+    """One round of the hash, as an expression on uint32."""
     x = (x ^ (x >> T.uint32(16))) * T.uint32(MULTIPLIERS[0])
     x = (x ^ (x >> T.uint32(15))) * T.uint32(MULTIPLIERS[1])
     return x ^ (x >> T.uint32(16))

@@ -22,13 +22,15 @@ def fmax(a, b):
     return T.call_extern("float32", "fmaxf", a, b)
 
 
-def view(tensor, shape, dtype, strides=None):
+def view(tensor, shape, dtype, strides=None, scope="global"):
     """Another shape of a tensor, in a tuple of one.
 
     TileLang names a parameter after the variable of a view of it, and mixes up the sizes of parameters of one name; it
     leaves tuples alone.
     """
-    return (T.Tensor(shape, dtype, tensor.data) if strides is None else T.Buffer(shape, dtype, tensor.data, strides),)
+    if strides is None:
+        return (T.Tensor(shape, dtype, tensor.data, scope=scope),)
+    return (T.Buffer(shape, dtype, tensor.data, strides, scope=scope),)
 
 
 def bits_of(value):

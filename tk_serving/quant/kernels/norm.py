@@ -119,6 +119,7 @@ def build(x, weight, residual, with_rstd, out, fmt, npc, layout, round_sf, mega,
             more = T.alloc_local((OCTET,), "float32")
             total = T.alloc_local((1,), "float32")
             rstd = T.alloc_local((1,), "float32")
+            shared = T.alloc_shared((warps,), "float32")
             live = T.alloc_local((1,), "int32")
             amax = T.alloc_local((HALVES,), "float32")
             inverse = T.alloc_local((HALVES,), "float32")
@@ -145,7 +146,7 @@ def build(x, weight, residual, with_rstd, out, fmt, npc, layout, round_sf, mega,
                 for h in T.unroll(HALVES):
                     if octet + h * 32 < octets:
                         read_vector(weights, octet + h * 32, other, h)
-            sum_of_row(total, thread, warps)
+            sum_of_row(total, shared, thread, warps)
             rstd[0] = T.float32(1.0) / T.sqrt(total[0] / T.cast(width, "float32") + eps)
             if with_rstd:
                 if thread == 0 and row < tokens:

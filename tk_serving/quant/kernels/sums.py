@@ -12,13 +12,14 @@ def octet_sum(values, at):
 
 
 @T.macro
-def sum_of_row(total, thread, warps):
-    """total[0] becomes the sum over the threads of the block, a warp at a time. Not to be used twice in a kernel
-    without a barrier in between."""
+def sum_of_row(total, shared, thread, warps):
+    """total[0] becomes the sum over the threads of the block, a warp at a time.
+
+    ``shared``: float32 [warps]; before it is used again a barrier must follow.
+    """
     for step in T.unroll(5):
         total[0] = total[0] + T.shfl_xor(total[0], 1 << step)
     if warps > 1:
-        shared = T.alloc_shared((warps,), "float32")
         if thread % 32 == 0:
             shared[thread // 32] = total[0]
         T.sync_threads()

@@ -108,6 +108,7 @@ def build(x, npc, cast, grad, weights, padding, clamp, out, x_grad, weight_grad,
             amax_up = T.alloc_local((HALVES,), "float32")
             inverse = T.alloc_local((HALVES,), "float32")
             inverse_up = T.alloc_local((HALVES,), "float32")
+            shared = T.alloc_shared((warps,), "float32")
             total = T.alloc_local((1,), "float32")
             total[0] = T.float32(0.0)
             prepare(given, row, n, thread % 32, state, weight, 0)
@@ -163,7 +164,7 @@ def build(x, npc, cast, grad, weights, padding, clamp, out, x_grad, weight_grad,
                         values_of(kept, 2 * h + 1, b)
                         write_data(data, row, octets + octet + h * 32, b, inverse_up[h])
             if weight_grad:
-                sum_of_row(total, thread, warps)
+                sum_of_row(total, shared, thread, warps)
                 if thread == 0:
                     weight_grads[row] = total[0] * factor if weights == "row" else total[0]
 

@@ -104,7 +104,9 @@ template <class T, class F> SIM_UNCHECKED T atomic(T* address, F change) {
 }
 
 // NaN, or a rare integer.
-template <class T, size_t n> void poison(T (&local)[n]) { memset(local, std::is_integral_v<T> ? 0xa5 : 0xff, sizeof(local)); }
+template <class T, size_t n> void poison(T (&local)[n]) {
+  memset(local, std::is_integral_v<T> ? 0xa5 : 0xff, sizeof(local));
+}
 
 inline unsigned short bf16_from_half(unsigned short h) {
   return __bfloat16_as_ushort(__float2bfloat16_rn(__half2float(__ushort_as_half(h))));
@@ -158,15 +160,22 @@ template <class T> T __shfl_xor_sync(unsigned mask, T value, int distance, int w
 }
 template <class T> T __shfl_down_sync(unsigned mask, T value, unsigned distance, int width = 32, SIM_PLACE) {
   int lane = sim::lane();
-  return sim::shuffle(mask, value, (lane & (width - 1)) + distance < unsigned(width) ? lane + distance : lane, file, line);
+  bool inside = (lane & (width - 1)) + distance < unsigned(width);
+  return sim::shuffle(mask, value, inside ? lane + distance : lane, file, line);
 }
 template <class T> T __shfl_up_sync(unsigned mask, T value, unsigned distance, int width = 32, SIM_PLACE) {
   int lane = sim::lane();
   return sim::shuffle(mask, value, unsigned(lane & (width - 1)) >= distance ? lane - distance : lane, file, line);
 }
-inline unsigned __ballot_sync(unsigned mask, int predicate, SIM_PLACE) { return sim::ballot(mask, predicate != 0, file, line); }
-inline int __any_sync(unsigned mask, int predicate, SIM_PLACE) { return sim::ballot(mask, predicate != 0, file, line) != 0; }
-inline int __all_sync(unsigned mask, int predicate, SIM_PLACE) { return sim::ballot(mask, predicate == 0, file, line) == 0; }
+inline unsigned __ballot_sync(unsigned mask, int predicate, SIM_PLACE) {
+  return sim::ballot(mask, predicate != 0, file, line);
+}
+inline int __any_sync(unsigned mask, int predicate, SIM_PLACE) {
+  return sim::ballot(mask, predicate != 0, file, line) != 0;
+}
+inline int __all_sync(unsigned mask, int predicate, SIM_PLACE) {
+  return sim::ballot(mask, predicate == 0, file, line) == 0;
+}
 inline unsigned __activemask() { sim::fail("__activemask depends on how a GPU schedules; it is not simulated"); }
 template <class T> unsigned __match_any_sync(unsigned mask, T value, SIM_PLACE) {
   unsigned result = 0;
@@ -255,14 +264,24 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   }
   return result;
 }
-inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) { return unsigned(((uint64_t(high) << 32 | low) << (shift & 31)) >> 32); }
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) { return unsigned((uint64_t(high) << 32 | low) >> (shift & 31)); }
-inline unsigned __funnelshift_lc(unsigned low, unsigned high, unsigned shift) { return unsigned((shift >= 32 ? uint64_t(low) << 32 : (uint64_t(high) << 32 | low) << shift) >> 32); }
-inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned shift) { return unsigned((uint64_t(high) << 32 | low) >> (shift < 32 ? shift : 32)); }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
+  return unsigned(((uint64_t(high) << 32 | low) << (shift & 31)) >> 32);
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+  return unsigned((uint64_t(high) << 32 | low) >> (shift & 31));
+}
+inline unsigned __funnelshift_lc(unsigned low, unsigned high, unsigned shift) {
+  return unsigned((shift >= 32 ? uint64_t(low) << 32 : (uint64_t(high) << 32 | low) << shift) >> 32);
+}
+inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned shift) {
+  return unsigned((uint64_t(high) << 32 | low) >> (shift < 32 ? shift : 32));
+}
 inline int __mulhi(int a, int b) { return int((int64_t(a) * b) >> 32); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((uint64_t(a) * b) >> 32); }
 inline long long __mul64hi(long long a, long long b) { return (long long)((__int128(a) * b) >> 64); }
-inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) { return (unsigned long long)((unsigned __int128)(a) * b >> 64); }
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+  return (unsigned long long)((unsigned __int128)(a) * b >> 64);
+}
 inline int __mul24(int a, int b) { return ((a << 8) >> 8) * ((b << 8) >> 8); }
 inline int __hadd(int a, int b) { return int((int64_t(a) + b) >> 1); }
 inline int __rhadd(int a, int b) { return int((int64_t(a) + b + 1) >> 1); }
@@ -285,7 +304,9 @@ inline long long __double_as_longlong(double x) { return sim::bits<long long>(x)
 inline double __longlong_as_double(long long x) { return sim::bits<double>(x); }
 inline int __double2loint(double x) { return int(sim::bits<uint64_t>(x)); }
 inline int __double2hiint(double x) { return int(sim::bits<uint64_t>(x) >> 32); }
-inline double __hiloint2double(int high, int low) { return sim::bits<double>(uint64_t(unsigned(high)) << 32 | unsigned(low)); }
+inline double __hiloint2double(int high, int low) {
+  return sim::bits<double>(uint64_t(unsigned(high)) << 32 | unsigned(low));
+}
 
 namespace sim {
 // CUDA's conversions to integers saturate, and give 0 (32 bits) or the smallest value (64 bits) for NaN.
@@ -357,8 +378,14 @@ template <class A, class B> requires(std::is_integral_v<A> && std::is_integral_v
 
 // --- Half and bfloat16 functions that the CUDA headers declare for devices only -----------------------------------
 #define SIM_HALF(name, expression)                                                                                     \
-  inline __half name(__half x_) { float x = __half2float(x_); return __float2half_rn(expression); }                    \
-  inline __nv_bfloat16 name(__nv_bfloat16 x_) { float x = __bfloat162float(x_); return __float2bfloat16_rn(expression); } \
+  inline __half name(__half value) {                                                                                   \
+    float x = __half2float(value);                                                                                     \
+    return __float2half_rn(expression);                                                                                \
+  }                                                                                                                    \
+  inline __nv_bfloat16 name(__nv_bfloat16 value) {                                                                     \
+    float x = __bfloat162float(value);                                                                                 \
+    return __float2bfloat16_rn(expression);                                                                            \
+  }                                                                                                                    \
   inline __half2 h2##name(__half2 x) { return __half2(name(x.x), name(x.y)); }                                         \
   inline __nv_bfloat162 h2##name(__nv_bfloat162 x) { return __nv_bfloat162(name(x.x), name(x.y)); }
 #define h2hexp h2exp

@@ -28,7 +28,8 @@ extern "C" __attribute__((visibility("hidden"))) int sim_find(void*, const char*
   return -1;
 }
 
-extern "C" __attribute__((visibility("hidden"))) int sim_call(void* function, TVMFFIAny* arguments, int count, TVMFFIAny*) {
+extern "C" __attribute__((visibility("hidden"))) int sim_call(void* function, TVMFFIAny* arguments, int count,
+                                                              TVMFFIAny*) {
   const sim::Kernel& kernel = *static_cast<const sim::Kernel*>(function);
   return kernel.body ? sim::launch(kernel, sim::launch_size(kernel, arguments, count), arguments) : 0;
 }

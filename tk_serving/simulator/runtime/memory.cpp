@@ -127,12 +127,13 @@ void access_shared(int which, size_t offset, size_t size, Access access, const v
     if (argument.near(address))
       fail("%s %zu bytes between the rows of %s, %zu bytes after its start [at %p]", verb, size, argument.name.c_str(),
            address - argument.begin, caller);
-    size_t distance = address < argument.begin ? argument.begin - address : address - (argument.begin + argument.size());
+    size_t distance =
+        address < argument.begin ? argument.begin - address : address - (argument.begin + argument.size());
     if (distance < best) best = distance, closest = &argument;
   }
   if (closest && best < size_t(1) << 40)
-    fail("%s %zu bytes out of bounds: %zu bytes %s %s [at %p]", verb, size, best, address < closest->begin ? "before" : "past the end of",
-         closest->name.c_str(), caller);
+    fail("%s %zu bytes out of bounds: %zu bytes %s %s [at %p]", verb, size, best,
+         address < closest->begin ? "before" : "past the end of", closest->name.c_str(), caller);
   fail("%s %zu bytes at an address outside all arguments [at %p]", verb, size, caller);
 }
 
@@ -180,7 +181,8 @@ void arrive_until(unsigned group) {
 void copy_async(unsigned address, const void* global, int size, int bytes) {
   char* destination = static_cast<char*>(shared_pointer(address));
   const void* caller = __builtin_return_address(0);
-  if (uintptr_t(global) % size || uintptr_t(destination) % size) fail("misaligned address: cp.async of %d bytes [at %p]", size, caller);
+  if (uintptr_t(global) % size || uintptr_t(destination) % size)
+    fail("misaligned address: cp.async of %d bytes [at %p]", size, caller);
   if (bytes) check(reinterpret_cast<uintptr_t>(global), bytes, Access::kRead, caller);
   Copies& mine = copies[indices.linear];
   mine.waiting.push_back({destination, global, size, bytes, mine.committed, caller});
@@ -230,13 +232,14 @@ void sim_add_argument(const char* name, const void* begin, size_t rows, size_t s
 // --- The sanitizer interface of the compiler -----------------------------------------------------------------------
 
 using sim::Access;
-#define SIM_CHECK(address, size, access) sim::check(reinterpret_cast<uintptr_t>(address), size, access, __builtin_return_address(0))
-#define SIM_SIZE(n)                                                                             \
-  void __tsan_read##n(void* address) { SIM_CHECK(address, n, Access::kRead); }                  \
-  void __tsan_write##n(void* address) { SIM_CHECK(address, n, Access::kWrite); }                \
-  void __tsan_unaligned_read##n(void* address) { SIM_CHECK(address, n, Access::kRead); }        \
-  void __tsan_unaligned_write##n(void* address) { SIM_CHECK(address, n, Access::kWrite); }      \
-  void __tsan_volatile_read##n(void* address) { SIM_CHECK(address, n, Access::kAtomic); }       \
+#define SIM_CHECK(address, size, access) \
+  sim::check(reinterpret_cast<uintptr_t>(address), size, access, __builtin_return_address(0))
+#define SIM_SIZE(n)                                                                        \
+  void __tsan_read##n(void* address) { SIM_CHECK(address, n, Access::kRead); }             \
+  void __tsan_write##n(void* address) { SIM_CHECK(address, n, Access::kWrite); }           \
+  void __tsan_unaligned_read##n(void* address) { SIM_CHECK(address, n, Access::kRead); }   \
+  void __tsan_unaligned_write##n(void* address) { SIM_CHECK(address, n, Access::kWrite); } \
+  void __tsan_volatile_read##n(void* address) { SIM_CHECK(address, n, Access::kAtomic); }  \
   void __tsan_volatile_write##n(void* address) { SIM_CHECK(address, n, Access::kAtomic); }
 #define SIM_ATOMIC_UPDATE(bits, name, expression)                                               \
   uint##bits##_t __tsan_atomic##bits##_##name(uint##bits##_t* address, uint##bits##_t v, int) { \
@@ -245,30 +248,32 @@ using sim::Access;
     *address = uint##bits##_t(expression);                                                      \
     return old;                                                                                 \
   }
-#define SIM_ATOMIC(bits)                                                                        \
-  uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* address, int) {               \
-    SIM_CHECK(address, bits / 8, Access::kAtomic);                                              \
-    return *address;                                                                            \
-  }                                                                                             \
-  void __tsan_atomic##bits##_store(uint##bits##_t* address, uint##bits##_t v, int) {            \
-    SIM_CHECK(address, bits / 8, Access::kAtomic);                                              \
-    *address = v;                                                                               \
-  }                                                                                             \
-  int __tsan_atomic##bits##_compare_exchange_strong(uint##bits##_t* address, uint##bits##_t* expected, uint##bits##_t v, int, int) { \
-    SIM_CHECK(address, bits / 8, Access::kAtomic);                                              \
-    uint##bits##_t old = *address;                                                              \
-    if (old == *expected) return *address = v, 1;                                               \
-    *expected = old;                                                                            \
-    return 0;                                                                                   \
-  }                                                                                             \
-  int __tsan_atomic##bits##_compare_exchange_weak(uint##bits##_t* address, uint##bits##_t* expected, uint##bits##_t v, int a, int b) { \
-    return __tsan_atomic##bits##_compare_exchange_strong(address, expected, v, a, b);           \
-  }                                                                                             \
-  SIM_ATOMIC_UPDATE(bits, exchange, v)                                                          \
-  SIM_ATOMIC_UPDATE(bits, fetch_add, old + v)                                                   \
-  SIM_ATOMIC_UPDATE(bits, fetch_sub, old - v)                                                   \
-  SIM_ATOMIC_UPDATE(bits, fetch_and, old & v)                                                   \
-  SIM_ATOMIC_UPDATE(bits, fetch_or, old | v)                                                    \
+#define SIM_ATOMIC(bits)                                                                                               \
+  uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* address, int) {                                      \
+    SIM_CHECK(address, bits / 8, Access::kAtomic);                                                                     \
+    return *address;                                                                                                   \
+  }                                                                                                                    \
+  void __tsan_atomic##bits##_store(uint##bits##_t* address, uint##bits##_t v, int) {                                   \
+    SIM_CHECK(address, bits / 8, Access::kAtomic);                                                                     \
+    *address = v;                                                                                                      \
+  }                                                                                                                    \
+  int __tsan_atomic##bits##_compare_exchange_strong(uint##bits##_t* address, uint##bits##_t* expected,                 \
+                                                    uint##bits##_t v, int, int) {                                      \
+    SIM_CHECK(address, bits / 8, Access::kAtomic);                                                                     \
+    uint##bits##_t old = *address;                                                                                     \
+    if (old == *expected) return *address = v, 1;                                                                      \
+    *expected = old;                                                                                                   \
+    return 0;                                                                                                          \
+  }                                                                                                                    \
+  int __tsan_atomic##bits##_compare_exchange_weak(uint##bits##_t* address, uint##bits##_t* expected, uint##bits##_t v, \
+                                                  int a, int b) {                                                      \
+    return __tsan_atomic##bits##_compare_exchange_strong(address, expected, v, a, b);                                  \
+  }                                                                                                                    \
+  SIM_ATOMIC_UPDATE(bits, exchange, v)                                                                                 \
+  SIM_ATOMIC_UPDATE(bits, fetch_add, old + v)                                                                          \
+  SIM_ATOMIC_UPDATE(bits, fetch_sub, old - v)                                                                          \
+  SIM_ATOMIC_UPDATE(bits, fetch_and, old & v)                                                                          \
+  SIM_ATOMIC_UPDATE(bits, fetch_or, old | v)                                                                           \
   SIM_ATOMIC_UPDATE(bits, fetch_xor, old ^ v)
 
 namespace {
@@ -301,44 +306,46 @@ void __tsan_atomic_thread_fence(int) {}
 void __tsan_atomic_signal_fence(int) {}
 void __tsan_read_range(void* address, size_t size) { SIM_CHECK(address, size, Access::kRead); }
 void __tsan_write_range(void* address, size_t size) { SIM_CHECK(address, size, Access::kWrite); }
-SIM_SIZE(1) SIM_SIZE(2) SIM_SIZE(4) SIM_SIZE(8) SIM_SIZE(16)
-SIM_ATOMIC(8) SIM_ATOMIC(16) SIM_ATOMIC(32) SIM_ATOMIC(64)
+SIM_SIZE(1)
+SIM_SIZE(2) SIM_SIZE(4) SIM_SIZE(8) SIM_SIZE(16) SIM_ATOMIC(8) SIM_ATOMIC(16) SIM_ATOMIC(32) SIM_ATOMIC(64)
 
-void __ubsan_handle_type_mismatch_v1(TypeMismatch* data, const void* pointer) {
+    void __ubsan_handle_type_mismatch_v1(TypeMismatch* data, const void* pointer) {
   uintptr_t alignment = uintptr_t(1) << data->log_alignment;
   // Vector accesses to local arrays are register moves on a GPU.
   if (sim::stacks.holds(reinterpret_cast<uintptr_t>(pointer), 1)) return;
-  sim::fail("misaligned address: an access of type %s needs %zu bytes alignment [in %s:%u]", data->type->name, size_t(alignment),
-            base_name(data->location.file), data->location.line);
+  sim::fail("misaligned address: an access of type %s needs %zu bytes alignment [in %s:%u]", data->type->name,
+            size_t(alignment), base_name(data->location.file), data->location.line);
 }
 struct ArrayBounds {
   SourceLocation location;
   const TypeDescriptor *array, *index;
 };
 void __ubsan_handle_out_of_bounds(ArrayBounds* data, uintptr_t index) {
-  sim::fail("index %zd is out of bounds of a local %s [in %s:%u]", intptr_t(index), data->array->name, base_name(data->location.file),
-            data->location.line);
+  sim::fail("index %zd is out of bounds of a local %s [in %s:%u]", intptr_t(index), data->array->name,
+            base_name(data->location.file), data->location.line);
 }
 struct Shift {
   SourceLocation location;
   const TypeDescriptor *left, *right;
 };
 void __ubsan_handle_shift_out_of_bounds(Shift* data, uintptr_t, uintptr_t count) {
-  sim::fail("shift of %s by %zd [in %s:%u]", data->left->name, intptr_t(count), base_name(data->location.file), data->location.line);
+  sim::fail("shift of %s by %zd [in %s:%u]", data->left->name, intptr_t(count), base_name(data->location.file),
+            data->location.line);
 }
 struct Division {
   SourceLocation location;
   const TypeDescriptor* type;
 };
 void __ubsan_handle_divrem_overflow(Division* data, uintptr_t, uintptr_t) {
-  sim::fail("division by zero of type %s [in %s:%u]", data->type->name, base_name(data->location.file), data->location.line);
+  sim::fail("division by zero of type %s [in %s:%u]", data->type->name, base_name(data->location.file),
+            data->location.line);
 }
 struct FloatCast {
   SourceLocation location;
   const TypeDescriptor *from, *to;
 };
 void __ubsan_handle_float_cast_overflow(FloatCast* data, uintptr_t) {
-  sim::fail("conversion of %s to %s out of range [in %s:%u]", data->from->name, data->to->name, base_name(data->location.file),
-            data->location.line);
+  sim::fail("conversion of %s to %s out of range [in %s:%u]", data->from->name, data->to->name,
+            base_name(data->location.file), data->location.line);
 }
 }

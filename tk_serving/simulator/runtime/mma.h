@@ -3,7 +3,8 @@
 
 namespace sim {
 
-// mma.sync.m16n8k8 on TF32: c += a b with exact products, rounded once; the hardware's own summation differs in last bits.
+// mma.sync.m16n8k8 on TF32: c += a b with exact products, rounded once; the hardware's own summation differs in last
+// bits.
 inline void mma_tf32_16x8x8(float* c, const unsigned* a, const unsigned* b, SIM_PLACE) {
   struct Operands {
     float* c;
@@ -27,7 +28,12 @@ inline void mma_tf32_16x8x8(float* c, const unsigned* a, const unsigned* b, SIM_
                   }
                 }
               },
-              kFullMask, file, line, &mine, nullptr, 0};
+              kFullMask,
+              file,
+              line,
+              &mine,
+              nullptr,
+              0};
   warp_wait(visit);
 }
 

@@ -171,7 +171,8 @@ std::string deadlock() {
   for (int t = 0; t < num_threads; t++) {
     const Thread& w = threads[t];
     bool waits = w.state == State::kBarrier || w.state == State::kWarp;
-    groups[{int(w.state), w.barrier, waits ? place(w.file, w.line) : ""}].push_back(t);
+    int barrier = w.state == State::kBarrier ? w.barrier : 0;
+    groups[{int(w.state), barrier, waits ? place(w.file, w.line) : ""}].push_back(t);
   }
   std::string text = "deadlock:";
   for (const auto& [key, members] : groups) {
@@ -179,7 +180,8 @@ std::string deadlock() {
     text += text.back() == ':' ? " " : "; ";
     text += "threads " + ranges(members);
     if (State(state) == State::kBarrier)
-      text += (barrier ? " wait at barrier " + std::to_string(barrier) : std::string(" wait at __syncthreads")) + " (" + where + ")";
+      text += (barrier ? " wait at barrier " + std::to_string(barrier) : std::string(" wait at __syncthreads")) + " (" +
+              where + ")";
     else if (State(state) == State::kWarp)
       text += " wait for lanes of their warp (" + where + ")";
     else
@@ -237,8 +239,8 @@ Barrier& arrive(int id, int count, const char* file, int line) {
     fail("threads meet at barrier %d with different counts, %d (%s) and %d (%s)", id, barrier.expected,
          place(barrier.file, barrier.line).c_str(), count, place(file, line).c_str());
   } else if (whole && (barrier.line != line || strcmp(barrier.file, file) != 0)) {
-    fail("barrier divergence: threads wait at different __syncthreads (%s, %s)", place(barrier.file, barrier.line).c_str(),
-         place(file, line).c_str());
+    fail("barrier divergence: threads wait at different __syncthreads (%s, %s)",
+         place(barrier.file, barrier.line).c_str(), place(file, line).c_str());
   }
   memory_settle();
   if (++barrier.arrived == barrier.expected) {
@@ -260,7 +262,8 @@ void run_block() {
   // A NaN pattern, so that reads before writes become visible.
   memset(dynamic_storage.data(), 0xff, dynamic_storage.size());
   memset(kernel->static_shared_begin, 0xff, kernel->static_shared_end - kernel->static_shared_begin);
-  memory_begin_block(dynamic_base, dynamic_size, kernel->static_shared_begin, kernel->static_shared_end - kernel->static_shared_begin);
+  memory_begin_block(dynamic_base, dynamic_size, kernel->static_shared_begin,
+                     kernel->static_shared_end - kernel->static_shared_begin);
   ready.clear();
   ready_head = 0;
   num_finished = 0;
@@ -285,8 +288,8 @@ void fail(const char* format, ...) {
   vsnprintf(text, sizeof(text), format, list);
   va_end(list);
   char where[128];
-  snprintf(where, sizeof(where), "block (%u,%u,%u) thread (%u,%u,%u): ", indices.block.x, indices.block.y, indices.block.z,
-           indices.thread.x, indices.thread.y, indices.thread.z);
+  snprintf(where, sizeof(where), "block (%u,%u,%u) thread (%u,%u,%u): ", indices.block.x, indices.block.y,
+           indices.block.z, indices.thread.x, indices.thread.y, indices.thread.z);
   error = std::string(where) + text;
   failed = true;
   threads[indices.linear].context.switch_to(launcher);  // the abandoned fibers are never resumed
@@ -306,7 +309,9 @@ void barrier_arrive(int id, int count, const char* file, int line) { arrive(id, 
 void warp_wait(Visit& visit) {
   int first = indices.linear & ~31, lanes = num_threads - first < 32 ? num_threads - first : 32;
   unsigned mask = visit.mask & (lanes == 32 ? ~0u : (1u << lanes) - 1);
-  if (!(mask >> lane() & 1)) fail("the mask %#x of a warp operation leaves out its own lane (%s)", visit.mask, place(visit.file, visit.line).c_str());
+  if (!(mask >> lane() & 1))
+    fail("the mask %#x of a warp operation leaves out its own lane (%s)", visit.mask,
+         place(visit.file, visit.line).c_str());
   visits[indices.linear] = &visit;
   for (int i = 0; i < lanes; i++)
     if (mask >> i & 1) {
@@ -316,8 +321,8 @@ void warp_wait(Visit& visit) {
         return wait(State::kWarp, visit.file, visit.line);
       }
       if (other->resolve != visit.resolve || other->mask != visit.mask || other->line != visit.line)
-        fail("lanes of a warp meet in different operations (%s with mask %#x, %s with mask %#x)", place(other->file, other->line).c_str(),
-             other->mask, place(visit.file, visit.line).c_str(), visit.mask);
+        fail("lanes of a warp meet in different operations (%s with mask %#x, %s with mask %#x)",
+             place(other->file, other->line).c_str(), other->mask, place(visit.file, visit.line).c_str(), visit.mask);
     }
   Visit* members[32] = {};
   for (int i = 0; i < lanes; i++)
@@ -347,7 +352,8 @@ constexpr unsigned kStaticAddress = 1u << 24;
 unsigned shared_address(const void* pointer) {
   const char* p = static_cast<const char*>(pointer);
   if (p >= dynamic_base && p <= dynamic_base + dynamic_size) return unsigned(p - dynamic_base);
-  if (p >= kernel->static_shared_begin && p <= kernel->static_shared_end) return kStaticAddress + unsigned(p - kernel->static_shared_begin);
+  if (p >= kernel->static_shared_begin && p <= kernel->static_shared_end)
+    return kStaticAddress + unsigned(p - kernel->static_shared_begin);
   fail("a pointer outside shared memory is used as a shared address");
 }
 
@@ -364,12 +370,15 @@ int launch(const Kernel& k, const LaunchSize& size, const void* arguments) {
     return -1;
   };
   if (blocks <= 0 || size.grid[1] > 65535 || size.grid[2] > 65535 || size.grid[0] > 0x7fffffff)
-    return refuse("invalid grid " + std::to_string(size.grid[0]) + "x" + std::to_string(size.grid[1]) + "x" + std::to_string(size.grid[2]));
+    return refuse("invalid grid " + std::to_string(size.grid[0]) + "x" + std::to_string(size.grid[1]) + "x" +
+                  std::to_string(size.grid[2]));
   if (n < 1 || n > kMaxThreads) return refuse(std::to_string(n) + " threads in a block");
   size_t fixed = k.static_shared_end - k.static_shared_begin;
-  if (size.dynamic_shared + fixed > kMaxShared) return refuse(std::to_string(size.dynamic_shared + fixed) + " bytes of shared memory");
+  if (size.dynamic_shared + fixed > kMaxShared)
+    return refuse(std::to_string(size.dynamic_shared + fixed) + " bytes of shared memory");
   if (!stacks) {
-    void* memory = mmap(nullptr, kMaxThreads * kStackSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* memory = mmap(nullptr, kMaxThreads * kStackSize, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) return refuse("no address space for the stacks of the threads");
     stacks = static_cast<char*>(memory);
   }
@@ -380,7 +389,8 @@ int launch(const Kernel& k, const LaunchSize& size, const void* arguments) {
   indices.block_size = {unsigned(size.block[0]), unsigned(size.block[1]), unsigned(size.block[2])};
   dynamic_size = size.dynamic_shared;
   dynamic_storage.resize(dynamic_size + 1024);
-  dynamic_base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(dynamic_storage.data()) + 1023) & ~uintptr_t(1023));
+  dynamic_base =
+      reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(dynamic_storage.data()) + 1023) & ~uintptr_t(1023));
   memory_begin_launch(stacks, kMaxThreads * kStackSize, k.image_begin, k.image_end - k.image_begin);
   std::vector<long> order(blocks);
   for (long b = 0; b < blocks; b++) order[b] = b;
