@@ -142,7 +142,7 @@ def main(
     lr: Annotated[float, typer.Option(help="learning rate")] = 1e-3,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda" if torch.cuda.is_available() else "cpu",
     out: Annotated[Path, typer.Option(help="where the plot goes")] = Path("finetune_deepseek_tiny.png"),
-    tolerance: Annotated[float, typer.Option(help="allowed mean difference of the losses, relative")] = 0.02,
+    tolerance: Annotated[float, typer.Option(help="allowed mean difference of the losses, relative")] = 0.01,
 ) -> None:
     """Train twice, compare, and fail if the curves differ."""
     if device == "cpu":

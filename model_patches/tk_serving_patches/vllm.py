@@ -1,7 +1,6 @@
 """Which sites the model classes of vLLM use.
 
-Names are those of :mod:`tk_serving_vllm.sites`. The models of one row share their classes: V3 and V3.2 are built from
-the V2 classes.
+Names are those of :mod:`tk_serving_vllm.sites`. V3 is built from the classes of V2.
 """
 
 from __future__ import annotations

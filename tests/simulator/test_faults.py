@@ -77,6 +77,7 @@ FAULTS = [
     (first('asm volatile("wgmma.fence.sync.aligned;");'), "unknown PTX: wgmma.fence.sync.aligned"),
     (first("__activemask();"), "__activemask"),
     (first("__trap();"), "__trap"),
+    (first("while (((volatile float*)X)[0] == 0) {}"), "a loop that does not end, or that waits for another block"),
     (
         first('asm volatile("bar.sync %0, %1;" :: "r"(threadIdx.x < 64 ? 1 : 2), "r"(128));'),
         "deadlock: .*barrier 1.*barrier 2",

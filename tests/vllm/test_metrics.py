@@ -55,3 +55,25 @@ def test_prometheus_shows_the_sum(folder):
     registry.register(metrics.Collector(str(folder)))
     line = 'tk_serving_calls_total{implementation="reference",operator="topk_gate",reason="CPU tensors"} 5.0'
     assert line in prometheus_client.generate_latest(registry).decode().splitlines()
+
+
+def test_vllms_registries_show_the_sum(folder, tmp_path, monkeypatch):
+    """One API server serves the global registry, several serve one that vLLM makes on the spot."""
+    pytest.importorskip("vllm")
+    import prometheus_client
+    from vllm.v1.metrics import prometheus
+
+    from tk_serving_vllm import report
+
+    report.expose(str(folder))
+    report.expose(str(folder))
+    try:
+        assert prometheus.get_prometheus_registry() is prometheus_client.REGISTRY
+        assert b"tk_serving_calls_total{" in prometheus_client.generate_latest(prometheus_client.REGISTRY)
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+        registry = prometheus.get_prometheus_registry()
+        assert registry is not prometheus_client.REGISTRY
+        assert b"tk_serving_calls_total{" in prometheus_client.generate_latest(registry)
+    finally:
+        prometheus_client.REGISTRY.unregister(report._collectors.pop(str(folder)))
+        report._ledger.revert()

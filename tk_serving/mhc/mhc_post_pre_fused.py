@@ -16,7 +16,8 @@ _expect = Expect("mhc_post_pre_fused")
 
 
 def _step(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, *args: Any) -> Step:
-    return Step(residual, *args, (x, post_layer_mix, comb_res_mix))
+    arguments: tuple[Any, ...] = (residual, *args, (x, post_layer_mix, comb_res_mix))
+    return Step(*arguments)
 
 
 def _plan(*args: Any) -> Plan:
@@ -89,16 +90,7 @@ def mhc_post_pre_fused(
     Raises:
         RuntimeError: called where autograd would record it; it is forward only.
     """
-    mixes = (
-        mhc_scale,
-        mhc_base,
-        rms_eps,
-        mhc_pre_eps,
-        mhc_sinkhorn_eps,
-        mhc_post_mult_value,
-        sinkhorn_repeat,
-        n_splits,
-    )
+    gates = (mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat)
     cast = (fmt, num_per_channels, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, with_out_bf16)
-    args: tuple[Any, ...] = (fn, *mixes, norm_weight, norm_eps, *cast, delayed, pre_mix)
+    args: tuple[Any, ...] = (fn, *gates, n_splits, norm_weight, norm_eps, *cast, delayed, pre_mix)
     return UpdatedLayerInput(*_step(x, residual, post_layer_mix, comb_res_mix, *args).reference())

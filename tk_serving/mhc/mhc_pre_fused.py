@@ -151,16 +151,7 @@ def mhc_pre_fused(
     Raises:
         RuntimeError: called where autograd would record it; it is forward only.
     """
-    mixes = (
-        mhc_scale,
-        mhc_base,
-        rms_eps,
-        mhc_pre_eps,
-        mhc_sinkhorn_eps,
-        mhc_post_mult_value,
-        sinkhorn_repeat,
-        n_splits,
-    )
+    gates = (mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat)
     cast = (fmt, num_per_channels, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, with_out_bf16)
-    args: tuple[Any, ...] = (residual, fn, *mixes, norm_weight, norm_eps, *cast, delayed, pre_mix)
+    args: tuple[Any, ...] = (residual, fn, *gates, n_splits, norm_weight, norm_eps, *cast, delayed, pre_mix)
     return LayerInput(*Step(*args).reference())

@@ -37,7 +37,7 @@ def launch(
     x_grad: torch.dtype | None = None,
     weight_grad: bool = False,
 ) -> Launch:
-    """The kernel of the gradients; ``results(outputs)``: (activation, x_grad, data, sf, weight gradient of each row)."""
+    """The kernel of the gradients; ``results(outputs)``: (activation, x_grad, data, sf, weight gradients)."""
     data = x if isinstance(x, Tensor) else x[0]
     config_ = {
         "x": short(x.dtype) if isinstance(x, Tensor) else "e4m3",
@@ -53,9 +53,15 @@ def launch(
         "aligned": aligned(data, grad_out),
     }
     weights = rows.row_weights if rows.topk_weights is None else rows.topk_weights
-    numbers = (float(rows.clamp or 0.0), 1.0 if rows.factor is None else float(rows.factor), config.get_token_alignment())
+    numbers = (
+        float(rows.clamp or 0.0),
+        1.0 if rows.factor is None else float(rows.factor),
+        config.get_token_alignment(),
+    )
 
-    def arguments(outputs: Sequence[Tensor | None], x: Tensor | Quantized, grad_out: Tensor, *_: object) -> Sequence[Any]:
+    def arguments(
+        outputs: Sequence[Tensor | None], x: Tensor | Quantized, grad_out: Tensor, *_: object
+    ) -> Sequence[Any]:
         values = (x, None) if isinstance(x, Tensor) else x
         return (*values, grad_out, rows.positions, weights, rows.psum, *results(outputs), *numbers)
 

@@ -35,9 +35,7 @@ def _plan(
     if weight_grad is not None:
         _expect.that(weight is not None, "weight_grad", "None without a weight", "a tensor")
         _expect.tensor("weight_grad", weight_grad, norms.DTYPES, (hidden,))
-    _expect.same_device(
-        x=x, out_grad=out_grad, rstd=rstd, residual_out_grad=residual_out_grad, weight_grad=weight_grad
-    )
+    _expect.same_device(x=x, out_grad=out_grad, rstd=rstd, residual_out_grad=residual_out_grad, weight_grad=weight_grad)
     partials = BLOCKS * config.get_num_sms()
     main = Launch(
         "quant.norm_backward",
@@ -104,7 +102,8 @@ def _inputs(
         {"tokens": 3, "hidden": 528, "weighted": False, "out_scale": 1.5},
     ],
     workloads=[
-        Workload(f"{m.name}-fine-tuning", {"hidden": m.hidden_size, "residual": True}, (4096, 8192), m.key) for m in MODELS
+        Workload(f"{m.name}-fine-tuning", {"hidden": m.hidden_size, "residual": True}, (4096, 8192), m.key)
+        for m in MODELS
     ],
     peers=["tile_kernels"],
 )
@@ -149,7 +148,9 @@ def norm_backward(
         return gx.to(x.dtype), None
     # Row t adds to the partial sum t modulo P; partial sum p to group p modulo 16.
     partials = _ascending(g * values * inverse, BLOCKS * config.get_num_sms())
-    total = _ascending(_ascending(partials, GROUPS), 1)[0] * torch.tensor(out_scale, dtype=torch.float32, device=x.device)
+    total = _ascending(_ascending(partials, GROUPS), 1)[0] * torch.tensor(
+        out_scale, dtype=torch.float32, device=x.device
+    )
     if weight_grad is not None:
         return gx.to(x.dtype), (weight_grad.float() + total).to(weight_grad.dtype)
     return gx.to(x.dtype), total.to(weight.dtype)

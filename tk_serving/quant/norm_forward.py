@@ -33,7 +33,11 @@ def _plan(
         "residual": residual is not None,
         "with_rstd": with_rstd,
         "out": str(x.dtype).removeprefix("torch."),
-        **{"fmt": "e4m3", "npc": 0, "layout": scales.ROW, "round_sf": False, "mega": False},
+        "fmt": "e4m3",
+        "npc": 0,
+        "layout": scales.ROW,
+        "round_sf": False,
+        "mega": False,
     }
 
     def operands(outputs, x, weight, eps, residual, out_scale, *_):

@@ -54,7 +54,9 @@ def _plan(
         _expect.that(mega_moe_block_m == 0, "mega_moe_block_m", "0 without mega_moe_sf", mega_moe_block_m)
     else:
         _check_mega(x, mega_moe_sf, mega_moe_block_m, round_sf, num_per_channels)
-    _expect.same_device(x=x, out_bf16=out_bf16, mega_moe_sf=mega_moe_sf, **({"out[0]": out[0], "out[1]": out[1]} if out else {}))
+    _expect.same_device(
+        x=x, out_bf16=out_bf16, mega_moe_sf=mega_moe_sf, **({"out[0]": out[0], "out[1]": out[1]} if out else {})
+    )
     given = (weight, residual, residual_out, out_bf16, *(out or ())[:1])
     config = norms.config(x, *given) | {
         "weight": weight is not None,
@@ -193,7 +195,15 @@ def _inputs(
             "pad": 8,
             "mega": 64,
         },
-        {"tokens": 3, "hidden": 672, "npc": 32, "dtype": "float32", "weighted": False, "with_out_bf16": True, "batch": 2},
+        {
+            "tokens": 3,
+            "hidden": 672,
+            "npc": 32,
+            "dtype": "float32",
+            "weighted": False,
+            "with_out_bf16": True,
+            "batch": 2,
+        },
         {
             "tokens": 4,
             "hidden": 1408,

@@ -42,12 +42,17 @@ def check(
 
 
 def config(x: Tensor, *tensors: Tensor | None) -> dict[str, Any]:
-    """Compile-time arguments of a kernel that takes a row with a block; ``tensors``: what it loads or stores besides."""
+    """Compile-time arguments of a kernel whose blocks take a row; ``tensors``: what it loads or stores besides."""
     return {"x": short(x.dtype), "warps": sums.warps(x.shape[-1]), "aligned": aligned(x, *tensors)}
 
 
 def launches(
-    kernel: str, config: dict[str, Any], x: Tensor, operands: Callable[..., Sequence[Any]], tensors: Sequence[Any], merge: bool
+    kernel: str,
+    config: dict[str, Any],
+    x: Tensor,
+    operands: Callable[..., Sequence[Any]],
+    tensors: Sequence[Any],
+    merge: bool,
 ) -> tuple[Launch, ...]:
     """One launch, or one for each batch where the batches are no rows of one matrix.
 

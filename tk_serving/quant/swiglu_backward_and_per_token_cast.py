@@ -144,8 +144,9 @@ def swiglu_backward_and_per_token_cast(
 ) -> tuple[Tensor, Quantized, Tensor, Tensor]:
     """Gradients of y = weight * silu(gate) * up by x, plain and quantised, and by the weight; y itself once more.
 
-    In float32, with a and b the clamped halves, t = 1 + exp(-a), s = 1 / t, act = (a / t) * b and q = (grad_out * weight)
-    * s: the gradient of the gate is (q * b) * fma(a, 1 - s, 1), that of the up half q * a; 0 where the clamp was active.
+    In float32, with a and b the clamped halves, t = 1 + exp(-a), s = 1 / t, act = (a / t) * b and
+    q = (grad_out * weight) * s: the gradient of the gate is (q * b) * fma(a, 1 - s, 1), that of the up half q * a; 0
+    where the clamp was active.
 
     Args:
         x: float8_e4m3fn [N, 2 H], row-strided, and float32 [N, 2 H / npc]: what the forward pass saw.

@@ -24,7 +24,7 @@ def on(platform: str) -> Callable[[], str | None]:
     return unsuitable
 
 
-def refusal(function: Callable[..., Any], *args: Any, device: torch.device | None = None, **kwargs: Any) -> str | None:
+def refusal(function: Any, *args: Any, device: torch.device | None = None, **kwargs: Any) -> str | None:
     """Why vLLM's own code has to run a call of an operator, or None.
 
     On CPU the torch references of the operators run: the CPU build of vLLM is the place to try and test the plugin.
@@ -35,7 +35,7 @@ def refusal(function: Callable[..., Any], *args: Any, device: torch.device | Non
         device: where the call would run, if not on the device of the arguments.
         kwargs: its keyword arguments.
     """
-    op = function.operator  # type: ignore[attr-defined]
+    op = function.operator
     bound = op.bind(*args, **kwargs)
     device = device or next(tensors_of(bound)).device
     try:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tk_serving.moe import expand_to_fused, get_fused_mapping, reduce_fused
-from tk_serving.quant import swiglu_forward
+from tk_serving.moe.expand_to_fused import expand_to_fused
+from tk_serving.moe.get_fused_mapping import get_fused_mapping
+from tk_serving.moe.reduce_fused import reduce_fused
+from tk_serving.quant.swiglu_forward import swiglu_forward
 from tk_serving_patches import Function, Site
 from tk_serving_vllm.sites._calls import left_to_engine, on, refusal
 

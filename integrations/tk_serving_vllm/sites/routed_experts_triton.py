@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tk_serving.moe import reduce_fused
+from tk_serving.moe.reduce_fused import reduce_fused
 from tk_serving_patches import Function, Site
 from tk_serving_vllm.sites._calls import left_to_engine, on, refusal
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tk_serving.moe import top2_sum_gate
+from tk_serving.moe.top2_sum_gate import top2_sum_gate
 from tk_serving_patches import Function, Site
 from tk_serving_vllm.sites._calls import left_to_engine, on, refusal
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tk_serving.quant import swiglu_forward, swiglu_forward_and_per_token_cast
+from tk_serving.quant.swiglu_forward import swiglu_forward
+from tk_serving.quant.swiglu_forward_and_per_token_cast import swiglu_forward_and_per_token_cast
 from tk_serving_patches import Function, Override, Site
 from tk_serving_vllm.sites._calls import left_to_engine, on, refusal
 
@@ -24,13 +25,12 @@ def _silu_and_mul(original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``torch.ops._C.silu_and_mul``: every plain SwiGLU on CUDA, also in compiled graphs."""
 
     def silu_and_mul(out: Tensor, input: Tensor) -> None:
-        rows = input.reshape(-1, input.shape[-1])
-        target = out.view(-1, out.shape[-1])
         reason = _unsupported(input, out)
         if reason is None:
+            rows = input.view(-1, input.shape[-1])
             reason = refusal(swiglu_forward, rows, _FORMATS[out.dtype])
         if reason is None:
-            swiglu_forward.operator.into([target], rows, _FORMATS[out.dtype])
+            swiglu_forward.operator.into([out.view(-1, out.shape[-1])], rows, _FORMATS[out.dtype])
         else:
             left_to_engine(_PLAIN, reason)
             original(out, input)
@@ -58,7 +58,10 @@ def _silu_and_mul_per_block_quant(original: Callable[..., Any]) -> Callable[...,
         is_scale_transposed: bool = False,
     ) -> None:
         call = (input, "e4m3", group_size)
-        options = {"use_tma_aligned_col_major_sf": is_scale_transposed, "sf_clamp_min": _SMALLEST_MAXIMUM}
+        options: dict[str, Any] = {
+            "use_tma_aligned_col_major_sf": is_scale_transposed,
+            "sf_clamp_min": _SMALLEST_MAXIMUM,
+        }
         reason: str | None
         if out.dtype != torch.float8_e4m3fn:
             reason = f"dtype {out.dtype}"

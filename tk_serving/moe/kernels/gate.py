@@ -12,7 +12,7 @@ import tilelang.language as T
 
 from tk_serving.moe.kernels.mask_indices_by_tp import keep_local
 from tk_serving.moe.kernels.ranking import LARGEST, TAKEN, best_groups, best_of_warp, finite, sortable
-from tk_serving.moe.kernels.warp import fold_max, fold_sum
+from tk_serving.moe.kernels.warp import ballot, fold_max, fold_sum
 
 WARPS = 4
 MAX_WARPS = 16  # of a token
@@ -89,7 +89,8 @@ def build(
     softmax = scoring == "softmax"
     warps = min((num_experts + 31) // 32, MAX_WARPS) if spread else WARPS
     threads = 32 * warps
-    step = threads if spread else 32
+    step = threads if spread else width
+    stride = threads if spread else 32  # of the experts in row-wise loops
     loads = (num_experts + threads - 1) // threads if spread else rows  # experts that a thread reads
 
     tokens = T.dynamic("tokens")
@@ -112,8 +113,11 @@ def build(
         fold_sum(total)
 
     @T.macro
-    def read(logits, bias, image_bias, token, expert, step, logit, added, added_image):
-        """Logits and biases of the experts ``expert``, ``expert + step``, ...; all loads before the first use."""
+    def read(logits, bias, image_bias, token, expert, logit, added, added_image):
+        """Logits and biases of the experts ``expert``, ``expert + step``, ..., all in flight at once."""
+        bits = T.alloc_local((1,), "int32")
+        voted = T.alloc_local((1,), "uint32")
+        bits[0] = 0
         for j in T.unroll(loads):
             logit[j] = 0
             added[j] = 0
@@ -124,6 +128,15 @@ def build(
                     added[j] = bias[j * step + expert]
                 if "image_bias" in options:
                     added_image[j] = image_bias[j * step + expert]
+        # The compiler would move each load to its first use, behind the branches of the scores before it: one
+        # latency after the other. It cannot move them past a vote on all that was loaded.
+        for j in T.unroll(loads):
+            bits[0] = bits[0] | T.reinterpret(logit[j], "int32")
+            if "bias" in options:
+                bits[0] = bits[0] | T.reinterpret(added[j], "int32")
+            if "image_bias" in options:
+                bits[0] = bits[0] | T.reinterpret(added_image[j], "int32")
+        voted[0] = ballot(bits[0] != 0)
 
     @T.macro
     def rank_key(key, score, logit, added, added_image, image):
@@ -157,7 +170,7 @@ def build(
                 else:
                     kept_keys[i] = keys[i]
                     for j in T.unroll(num_groups - num_kept):
-                        if kept[i] == i + j + 1:
+                        if kept[i] > i + j:
                             kept_keys[i] = keys[i + j + 1]
                 kept[i] = kept[i] * width + lane
         for k in T.unroll(num_topk, unroll_factor=1):
@@ -262,10 +275,10 @@ def build(
                 # All loads that depend on nothing come first.
                 if table == "":
                     if spread:
-                        read(logits, bias, image_bias, token, thread, threads, logit, added, added_image)
+                        read(logits, bias, image_bias, token, thread, logit, added, added_image)
                     else:
                         # A lane past the end of a narrow group reads an expert of the next, and does not use it.
-                        read(logits, bias, image_bias, token, lane, width, logit, added, added_image)
+                        read(logits, bias, image_bias, token, lane, logit, added, added_image)
                 live[0] = 1
                 drawn[0] = 0
                 fixed[0] = 0
@@ -284,8 +297,8 @@ def build(
                 elif softmax:
                     normalise(logits, token, lane, top, total)
                 if "scores" in options:
-                    for j in T.unroll((num_experts + step - 1) // step):
-                        e = j * step + (thread if spread else lane)
+                    for j in T.unroll((num_experts + stride - 1) // stride):
+                        e = j * stride + (thread if spread else lane)
                         if e < num_experts:
                             score[0] = 0
                             if live[0] != 0:

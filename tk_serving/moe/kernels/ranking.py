@@ -89,12 +89,16 @@ def key_of_group(first, second, groups, at, num_summed):
 
 @T.macro
 def place_of_group(groups, place, lane, count):
-    """place[0] = number of groups that come before group ``lane``: those of a larger key, ties to the lower group."""
+    """place[0] = number of groups that come before group ``lane``: those of a larger key, ties to the lower group.
+
+    Only for lanes below ``count``.
+    """
     own = T.alloc_local((1,), "int32")
-    own[0] = TAKEN
-    for j in T.unroll(count):
-        if lane == j:
-            own[0] = groups[j]
+    own[0] = groups[0]
+    for j in T.unroll(count - 1):
+        # Not lane == j, from which the compiler makes groups[lane], an array with a variable index.
+        if lane > j:
+            own[0] = groups[j + 1]
     place[0] = 0
     for j in T.unroll(count):
         if groups[j] > own[0] or (groups[j] == own[0] and j < lane):

@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from tk_serving.quant.kernels.formats import OCTET
+from tk_serving.quant.kernels.formats import OCTET, view
 from tk_serving.quant.rand import GOLDEN, MULTIPLIERS
 
 THREADS = 256
@@ -64,14 +64,14 @@ def build(x, out, stochastic, aligned):
             value = T.alloc_local((1,), "float32")
             random = T.alloc_local((1,), "uint32")
             octet[0] = T.cast(block, "int64") * (THREADS * STEPS) + thread
-            pieces = T.Tensor((n // piece, piece), x, values.data)
-            octets = T.Tensor((n // OCTET, OCTET), out, result.data)
+            pieces = view(values, (n // piece, piece), x)
+            octets = view(result, (n // OCTET, OCTET), out)
             for s in T.unroll(STEPS):
                 at = octet[0] + s * THREADS
                 if aligned and at < n // OCTET:
                     for j in T.unroll(OCTET // piece):
                         for i in T.vectorized(piece):
-                            raw[s * OCTET + j * piece + i] = pieces[at * (OCTET // piece) + j, i]
+                            raw[s * OCTET + j * piece + i] = pieces[0][at * (OCTET // piece) + j, i]
                 else:
                     for i in T.unroll(OCTET):
                         if at * OCTET + i < n:
@@ -87,7 +87,7 @@ def build(x, out, stochastic, aligned):
                         codes[i] = T.cast(value[0], out)
                 if aligned and at < n // OCTET:
                     for i in T.vectorized(OCTET):
-                        octets[at, i] = codes[i]
+                        octets[0][at, i] = codes[i]
                 else:
                     for i in T.unroll(OCTET):
                         if at * OCTET + i < n:

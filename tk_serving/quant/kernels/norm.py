@@ -32,13 +32,16 @@ def vector_reader(dtype, aligned):
 
 
 def strided_writer(dtype, aligned):
-    """Macro ``write(tensor, row, octet, values, at)``: eight elements from values[8 at ...] into a row-strided tensor."""
+    """Macro ``write(tensor, row, octet, values, at)``: values[8 at ...] into a row-strided tensor."""
     piece = 4 if dtype == "float32" else OCTET
 
     @T.macro
     def write(tensor, row, octet, values, at):
         if aligned:
-            shape, strides = (tensor.shape[0], tensor.shape[1] // piece, piece), (tensor.strides[0] // piece * piece, piece, 1)
+            shape, strides = (
+                (tensor.shape[0], tensor.shape[1] // piece, piece),
+                (tensor.strides[0] // piece * piece, piece, 1),
+            )
             pieces = view(tensor, shape, dtype, strides)
             for j in T.unroll(OCTET // piece):
                 for i in T.vectorized(piece):

@@ -6,7 +6,7 @@ padding rows, packed words their missing bytes as further thread blocks, which s
 
 import tilelang.language as T
 
-from tk_serving.quant.kernels.formats import OCTET, bits_of, fmax, octet_writer, stored_as
+from tk_serving.quant.kernels.formats import OCTET, bits_of, fmax, octet_writer, stored_as, view
 from tk_serving.quant.kernels.scales import default_floor, mode_of, scale_rule
 from tk_serving.quant.kernels.sources import source
 from tk_serving.quant.kernels.tiles import sf_tensor
@@ -37,13 +37,13 @@ def build(x, fmt, block, layout, round_sf, with_data, aligned):
     def store(sf, scale, row, column, inside):
         """The scale of block (row, column), 0 outside of the matrix."""
         if layout == PACKED:
-            storage = T.Tensor((sf.shape[1], stride, 4), "uint8", sf.data)
+            storage = view(sf, (sf.shape[1], stride, 4), "uint8")
             byte = T.if_then_else(inside, bits_of(scale) >> 23, T.int32(0))
-            storage[column // 4, row, column % 4] = T.cast(byte, "uint8")
+            storage[0][column // 4, row, column % 4] = T.cast(byte, "uint8")
         elif layout == COLUMN:
-            columns = T.Tensor((sf.shape[1], stride), "float32", sf.data)
+            storage = view(sf, (sf.shape[1], stride), "float32")
             if column < sf.shape[1]:
-                columns[column, row] = T.if_then_else(inside, scale, T.float32(0.0))
+                storage[0][column, row] = T.if_then_else(inside, scale, T.float32(0.0))
         else:
             if inside:
                 sf[row, column] = scale

@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from tk_serving.quant.kernels.formats import OCTET, float_of, octet_writer
+from tk_serving.quant.kernels.formats import OCTET, float_of, octet_writer, view
 from tk_serving.quant.kernels.scales import exponent_reader, scale_of_exponent
 from tk_serving.quant.kernels.sources import source
 from tk_serving.quant.kernels.tiles import HALVES, WARPS, first_octet, first_row, grid, sf_tensor
@@ -51,12 +51,12 @@ def exponents(x_sf, ratio, layout):
             inside = at[1] < rows and at[2] * across < x_blocks
             if thread % lanes == 0 and at[1] < strips:
                 if layout == PACKED:
-                    storage = T.Tensor((blocks, stride, 4), "uint8", sf.data)
+                    storage = view(sf, (blocks, stride, 4), "uint8")
                     byte = T.if_then_else(inside, most[0], 0)
-                    storage[at[2] // 4, at[1], at[2] % 4] = T.cast(byte, "uint8")
+                    storage[0][at[2] // 4, at[1], at[2] % 4] = T.cast(byte, "uint8")
                 elif layout == COLUMN:
-                    storage = T.Tensor((blocks, stride), "float32", sf.data)
-                    storage[at[2], at[1]] = T.if_then_else(inside, scale_of_exponent(most[0]), T.float32(0.0))
+                    storage = view(sf, (blocks, stride), "float32")
+                    storage[0][at[2], at[1]] = T.if_then_else(inside, scale_of_exponent(most[0]), T.float32(0.0))
                 else:
                     sf[at[1], at[2]] = scale_of_exponent(most[0])
 

@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from tk_serving.quant.kernels.formats import OCTET, e2m1_word, fmax, value_of_e2m1
+from tk_serving.quant.kernels.formats import OCTET, e2m1_word, fmax, value_of_e2m1, view
 from tk_serving.quant.kernels.scales import default_floor, mode_of, scale_rule
 from tk_serving.quant.kernels.sources import source
 from tk_serving.quant.kernels.tiles import HALVES, WARPS, first_octet, first_row, grid
@@ -41,10 +41,10 @@ def build(x, fmt, npc, layout, round_sf, rows, aligned):
                 (values.shape[0], values.shape[1] // piece, piece),
                 (values.strides[0] // piece * piece, piece, 1),
             )
-            pieces = T.Buffer(shape, x, data=values.data, strides=strides)
+            pieces = view(values, shape, x, strides)
             for j in T.unroll(OCTET // piece):
                 for i in T.vectorized(piece):
-                    pieces[row, octet * (OCTET // piece) + j, i] = rounded[j * piece + i]
+                    pieces[0][row, octet * (OCTET // piece) + j, i] = rounded[j * piece + i]
         else:
             for i in T.unroll(OCTET):
                 values[row, octet * OCTET + i] = rounded[i]

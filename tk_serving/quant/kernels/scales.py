@@ -51,13 +51,6 @@ def scale_of_exponent(exponent):
     return float_of(T.if_then_else(exponent == 255, T.int32(0x7FC00000), bits))
 
 
-def scale_reader(dtype):
-    """Expression ``read(sf, row, block)`` for a scale tensor of any layout, by the tensor's own strides."""
-    if dtype == "int32":
-        return lambda sf, row, block: scale_of_exponent((sf[row, block // 4] >> (8 * (block % 4))) & 255)
-    return lambda sf, row, block: T.cast(sf[row, block], "float32")
-
-
 def exponent_reader(dtype):
     """Expression ``read(sf, row, block)``: the biased exponent of a float32 or packed scale, whatever its mantissa."""
     if dtype == "int32":

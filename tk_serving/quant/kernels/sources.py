@@ -6,7 +6,7 @@ from typing import Any
 import tilelang.language as T
 
 from tk_serving.quant.kernels.formats import OCTET, value_of_e2m1, value_of_e5m6, view
-from tk_serving.quant.kernels.scales import scale_reader
+from tk_serving.quant.kernels.scales import scale_of_exponent
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,19 @@ def block_factor(sf_dtype, block_m, block_k):
 
     ``block_k`` 0 means the whole row.
     """
-    read = scale_reader(sf_dtype)
+
+    def block_of(octet):
+        return octet * OCTET // block_k if block_k else 0
 
     @T.macro
     def load(sf, row, octet, factors, at):
         if sf_dtype is None:
             factors[at] = T.float32(1.0)
+        elif sf_dtype == "int32":
+            exponent = T.alloc_local((1,), "int32")  # a variable: used thrice, and slow to compile in place
+            exponent[0] = (sf[row // block_m, block_of(octet) // 4] >> (8 * (block_of(octet) % 4))) & 255
+            factors[at] = scale_of_exponent(exponent[0])
         else:
-            factors[at] = read(sf, row // block_m, octet * OCTET // block_k if block_k else 0)
+            factors[at] = T.cast(sf[row // block_m, block_of(octet)], "float32")
 
     return load

@@ -1,4 +1,4 @@
-"""Gradients of SwiGLU of [N, 2 H], plain and quantised. A block takes one row, whose weight gradient is a sum over it."""
+"""Gradients of SwiGLU of [N, 2 H], plain and quantised. A block takes one row, and sums over it for its weight."""
 
 import tilelang.language as T
 

@@ -137,8 +137,13 @@ void access_shared(int which, size_t offset, size_t size, Access access, const v
   fail("%s %zu bytes at an address outside all arguments [at %p]", verb, size, caller);
 }
 
+// A thread that accesses memory so often without waiting for another one is in a loop that does not end.
+constexpr uint64_t kPatience = 1u << 26;
+uint64_t accesses;
+
 void check(uintptr_t address, size_t size, Access access, const void* caller) {
   if (!checking) return;
+  if (++accesses > kPatience) fail("a loop that does not end, or that waits for another block [at %p]", caller);
   if (pending.which >= 0) settle();
   if (stacks.holds(address, size) || scheduler_data.holds(address, size)) return;
   for (const Argument& argument : arguments)
@@ -208,6 +213,7 @@ void memory_end_launch() {
 
 void memory_begin_block(char* dynamic_shared, size_t dynamic_size, char* static_shared, size_t static_size) {
   pending.which = -1;
+  accesses = 0;
   block_epoch++;
   copies.assign(indices.block_size.x * indices.block_size.y * indices.block_size.z, {});
   shared[0] = {reinterpret_cast<uintptr_t>(dynamic_shared), dynamic_size};
@@ -216,7 +222,10 @@ void memory_begin_block(char* dynamic_shared, size_t dynamic_size, char* static_
     if (cells[i].size() < shared[i].size) cells[i].resize(shared[i].size);
 }
 
-void memory_settle() { settle(); }
+void memory_settle() {
+  settle();
+  accesses = 0;
+}
 
 void memory_access(const void* address, size_t size, Access access, const void* caller) {
   check(reinterpret_cast<uintptr_t>(address), size, access, caller ? caller : __builtin_return_address(0));
