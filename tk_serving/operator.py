@@ -95,7 +95,7 @@ class Operator:
         return typing.get_type_hints(self.reference)["return"]
 
     def bind(self, *args: Any, **kwargs: Any) -> tuple:
-        """The complete positional arguments of a call, defaults included; keyword-only ones may come by position too."""
+        """The complete positional arguments of a call, defaults included; keyword-only ones may be positional too."""
         positional = sum(not p.keyword_only for p in self.parameters)
         by_position = dict(zip((p.name for p in self.parameters[positional:]), args[positional:], strict=False))
         bound = self.signature.bind(*args[:positional], *args[len(self.parameters) :], **by_position, **kwargs)

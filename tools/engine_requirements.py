@@ -1,4 +1,4 @@
-"""Print the requirements of an installed engine distribution, less torch and the packages that text models do not import."""
+"""Print the requirements of an engine distribution, less torch and what text models do not import."""
 
 import sys
 from importlib.metadata import requires

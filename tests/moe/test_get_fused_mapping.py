@@ -109,7 +109,7 @@ def test_no_result_depends_on_the_launch(monkeypatch):
     assert lists(op.call("simulator", ids, 8, 2000, 16)) == expected
     monkeypatch.setattr(CONTRACT, "MAX_PAIRS_IN_ONE_LAUNCH", 1000)
     assert lists(op.call("simulator", ids, 8, 2000, 16)) == expected
-    monkeypatch.setattr(_counting, "blocks_of", lambda pairs: (-(-pairs // 256), 256))
+    monkeypatch.setattr(CONTRACT, "_division", lambda pairs: (1, -(-pairs // 512), 512))
     assert lists(op.call("simulator", ids, 8, 2000, 16)) == expected
 
 
@@ -119,6 +119,15 @@ def test_blocks_cover_the_pairs(pairs):
     assert chunk % _counting.CHUNK == 0
     assert (blocks - 1) * chunk < pairs <= blocks * chunk
     assert blocks <= 128
+
+
+@pytest.mark.parametrize("pairs", [4097, 65_536, 300_000 * 8, CONTRACT.MAX_ROWS])
+def test_chunks_cover_the_pairs(pairs):
+    sections, chunks, chunk = CONTRACT._division(pairs)
+    assert chunk % CONTRACT.CHUNK == 0
+    assert (chunks - 1) * chunk < pairs <= chunks * chunk < 2**31
+    assert (sections - 1) * CONTRACT.SECTION < chunks <= sections * CONTRACT.SECTION
+    assert sections <= CONTRACT.MAX_SECTIONS
 
 
 IDS = torch.zeros(2, 2, dtype=torch.int64)
@@ -139,3 +148,17 @@ IDS = torch.zeros(2, 2, dtype=torch.int64)
 def test_messages(arguments, error, message):
     with pytest.raises(error, match=f"^get_fused_mapping: {message}"):
         get_fused_mapping(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "experts", "alignment", "rows"), [(8, 256, 128, 1024), (512, 256, 128, 33024), (0, 8, 4, 0)]
+)
+def test_capacity(pairs, experts, alignment, rows):
+    assert CONTRACT.capacity(pairs, experts, alignment) == rows
+
+
+def test_capacity_holds_every_choice():
+    for pairs in range(1, 9):
+        rows = CONTRACT.capacity(pairs, 4, 3)
+        for ids in (torch.arange(pairs)[:, None] % 4, torch.zeros(pairs, 1, dtype=torch.int64)):
+            assert (get_fused_mapping(ids, 4, rows, 3)[3] >= 0).all()

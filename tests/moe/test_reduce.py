@@ -150,3 +150,11 @@ def test_messages_with_shared():
         reduce_fused_add(X, X, None, AT)
     with pytest.raises(TypeError, match=r"^reduce_fused_add: shared: expected dtype bfloat16 or float32, got float16"):
         reduce_fused_add(X, X[:2].half(), None, AT)
+
+
+def test_traffic_counts_the_rows_of_the_pairs():
+    x, weights, pos = torch.zeros(1000, 64, dtype=torch.bfloat16), torch.ones(2, 3), positions([0, 1, 2], [3, 4, 5])
+    common = 2 * 3 * 4 + 2 * 3 * 4 + 6 * 64 * 2 + 2 * 64 * 2
+    assert reduce_fused.operator.compulsory_bytes(x, weights, pos, "", None, None) == common
+    assert reduce_fused.operator.compulsory_bytes((x, torch.ones(1000)), weights, pos, "", None, None) == common + 6 * 4
+    assert reduce_fused_add.operator.compulsory_bytes(x, x[:2], weights, pos, None) == common + 2 * 64 * 2

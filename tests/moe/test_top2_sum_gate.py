@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tk_serving.moe import top2_sum_gate
+from tk_serving.moe import _gating, top2_sum_gate
 
 INF, NAN = float("inf"), float("nan")
 
@@ -293,3 +293,13 @@ def test_shared_slots_need_room_in_the_map():
     one_column = torch.zeros(10, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match="to_physical_map: expected at least 3 columns, got 2"):
         gate(torch.zeros(1, 8), k=2, shared=2, to_physical_map=one_column, logical_count=one_column[:, 0].contiguous())
+
+
+@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+def test_a_token_does_not_depend_on_the_number_of_tokens(scoring):
+    # Few tokens take a block each, many a warp each.
+    logits, bias = torch.randn(_gating.MAX_SPREAD_TOKENS + 1, 64), torch.randn(64)
+    call = top2_sum_gate.operator.call
+    rest = (6, 4, 8, False, 0, 2.5, 0, 1, 0, 1, scoring)
+    many, few = (call("simulator", part, bias, *rest) for part in (logits, logits[:20].contiguous()))
+    assert all(torch.equal(a[:20], b) for a, b in zip(many, few, strict=True))

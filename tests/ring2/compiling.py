@@ -17,10 +17,10 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 
-from tk_serving.compile import cache, kernels
 from tk_serving.compile.targets import PASS_CONFIGS
 from tk_serving.operator import Operator
 from tk_serving.plan import Launch
+from tk_serving.simulator import source, toolchain
 from tk_serving.workloads import Maker
 
 FOLDER = pathlib.Path(__file__).parents[2] / ".cache" / "ring2"
@@ -66,27 +66,13 @@ def measure(launches: Sequence[Launch], arch: str) -> dict[str, dict]:
     Raises:
         AssertionError: a kernel does not compile; the message is the compiler's.
     """
-    known: dict[str, dict] = {}
-    texts: dict[str, str] = {}
+    texts, atomics = {}, {}
     for launch in launches:
-        file = _file(cache.digest(launch, arch), _nvcc_version())
-        if file.is_file():
-            known[str(launch)] = json.loads(file.read_text())
-            continue
         prim_func = launch.prim_func()
-        texts[str(launch)] = cuda = kernels.cuda_source(launch, arch)
-        known[str(launch)] = {
-            "written": count_atomics(prim_func.script()),
-            "generated": count_atomics(cuda),
-            "file": str(file),
-        }
-    if texts:
-        for name, resources in _compile(texts, arch).items():
-            entry = known[name]
-            file = pathlib.Path(entry.pop("file"))
-            entry.update(resources)
-            _write(file, json.dumps(entry))
-    return known
+        texts[str(launch)] = cuda = source.generate(prim_func, arch).cuda
+        atomics[str(launch)] = {"written": count_atomics(prim_func.script()), "generated": count_atomics(cuda)}
+    resources = _compile(texts, arch)
+    return {name: atomics[name] | resources[name] for name in texts}
 
 
 def count_atomics(text: str) -> int:
@@ -95,11 +81,12 @@ def count_atomics(text: str) -> int:
 
 
 def _compile(texts: dict[str, str], arch: str) -> dict[str, dict]:
-    """Stack frame and spills of every text, by ptxas, or by the cache of compiled texts."""
+    """Stack frame and spills of every text, by ptxas."""
     merged, symbols = _merge(texts)
-    file = _file(merged, arch, _nvcc_version())
+    key = hashlib.sha256("\0".join((merged, arch, repr(PASS_CONFIGS), _nvcc_version())).encode()).hexdigest()
+    file = FOLDER / f"{key[:24]}.json"
     if not file.is_file():
-        _write(file, json.dumps(_ptxas(merged, arch)))
+        toolchain.write(file, json.dumps(_ptxas(merged, arch)))
     reported = json.loads(file.read_text())
     return {name: _sum([reported[s] for s in symbols[name]]) for name in texts}
 
@@ -140,18 +127,6 @@ def _ptxas(cuda: str, arch: str) -> dict[str, dict]:
         name: {"stack": int(stack), "spill": int(stores) + int(loads)}
         for name, stack, stores, loads in _PTXAS.findall(output)
     }
-
-
-def _file(*key: str) -> pathlib.Path:
-    return FOLDER / (hashlib.sha256("\0".join(key).encode()).hexdigest()[:24] + ".json")
-
-
-def _write(file: pathlib.Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=file.parent)
-    with os.fdopen(handle, "w") as stream:
-        stream.write(text)
-    os.replace(temporary, file)
 
 
 def local_memory_reason(launch: Launch) -> str:

@@ -75,6 +75,21 @@ def test_several_steps(name, make, tokens):
     assert stock[-1] < stock[0]
 
 
+def test_without_a_backward_the_original_runs(make, step, tokens, monkeypatch):
+    from tk_serving.config import settings
+
+    model = make("v3")
+    stock = step(model)
+    with apply(model, ops=["swiglu"]) as handle:
+        monkeypatch.setattr(settings, "disable", frozenset({"swiglu_backward"}))
+        patched = step(model)
+        with torch.no_grad():
+            model(tokens)
+        (left,) = [row.left for row in handle.report() if row.left]
+    assert left == {"switched off by TK_SERVING_DISABLE": 2}  # both MLPs, while training alone
+    assert torch.equal(patched.logits, stock.logits)
+
+
 def test_frozen_inputs_need_no_gradient(make, tokens):
     """Only the head is trained: nothing before it records a graph."""
     model = make("v3").train().requires_grad_(False)

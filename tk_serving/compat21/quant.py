@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from tk_serving import quant
 from tk_serving.operator import Quantized
-from tk_serving.quant import swiglu_backward_and_per_token_cast_grouped, swiglu_forward_and_per_token_cast_grouped
 
 
 def swiglu_forward_and_per_token_cast(
@@ -22,7 +22,7 @@ def swiglu_forward_and_per_token_cast(
     """``quant.swiglu_forward_and_per_token_cast_grouped``."""
     rows = (psum_num_tokens_per_expert, topk_weights, routed_scaling_factor)
     layout = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
-    return swiglu_forward_and_per_token_cast_grouped(
+    return quant.swiglu_forward_and_per_token_cast_grouped(
         x, fmt, num_per_channels, *rows, *layout, clamp_value, clamped_count
     )
 
@@ -41,6 +41,6 @@ def swiglu_backward_and_per_token_cast(
 ) -> tuple[Quantized, Tensor | None, Tensor | None]:
     """``quant.swiglu_backward_and_per_token_cast_grouped``."""
     rows = (psum_num_tokens_per_expert, topk_weights, routed_scaling_factor)
-    return swiglu_backward_and_per_token_cast_grouped(
+    return quant.swiglu_backward_and_per_token_cast_grouped(
         x, grad_out, fmt, num_per_channels, *rows, round_sf, clamp_value, do_recompute
     )

@@ -39,27 +39,10 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, row_weights = ctx.saved_tensors
-        return *_swiglu_backward(x, grad, row_weights, ctx.clamp_value), None
-
-
-def _swiglu_backward(
-    x: Tensor, grad: Tensor, row_weights: Tensor | None, clamp_value: float | None
-) -> tuple[Tensor, Tensor | None]:
-    gate, up = x.float().chunk(2, dim=1)
-    a = gate if clamp_value is None else gate.clamp(max=clamp_value)
-    b = up if clamp_value is None else up.clamp(-clamp_value, clamp_value)
-    s = torch.sigmoid(a)
-    grad = grad.float()
-    of_weights = None
-    if row_weights is not None:
-        of_weights = (grad * (a * s * b)).sum(1)
-        grad = grad * row_weights[:, None]
-    of_gate = grad * s * b * (1 + a * (1 - s))
-    of_up = grad * s * a
-    if clamp_value is not None:
-        of_gate = torch.where(gate > clamp_value, 0.0, of_gate)
-        of_up = torch.where(up.abs() > clamp_value, 0.0, of_up)
-    return torch.cat([of_gate, of_up], dim=1).to(x.dtype), of_weights
+        of_x, of_weights, _ = quant.swiglu_backward(
+            x, grad.contiguous(), topk_weights=row_weights, clamp_value=ctx.clamp_value
+        )
+        return of_x, of_weights, None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -67,7 +67,7 @@ def inputs(
     return x, fmt, block, column_major, round_sf, packed
 
 
-def weights(**params: object) -> list[Workload]:
+def weights(**params: Any) -> list[Workload]:
     """Gate and up weights of one expert and of eight, as rows of a matrix, in the models' weight blocks."""
     found = []
     for model in MODELS:

@@ -86,5 +86,4 @@ def cast_back(x: Quantized, fmt: str, x_block_size: tuple[int, int], x_special_f
         TypeError: wrong dtype, also of e5m6 data without ``x_special_fmt`` or the reverse.
         ValueError: wrong shape, layout, block or format.
     """
-    codes, factor = casting.values_of(x, x_block_size)
-    return (codes * factor).to(TARGETS[fmt])
+    return casting.dequantised(x, x_block_size).to(TARGETS[fmt])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -172,9 +172,15 @@ def values_of(
     data, sf = x
     codes = decode(data, fmt or CODES[data.dtype])
     tokens, hidden = codes.shape
-    block_m, block_k = x_block_size
+    block_m, block_k = cast("Sequence[int]", x_block_size)  # given with every pair, as the plan checked
     factor = scales.read(sf, -(-hidden // block_k))
     return codes, scales.per_element(factor, block_m, block_k, tokens, hidden)
+
+
+def dequantised(x: Quantized, x_block_size: Sequence[int]) -> Tensor:
+    """float32 [T, H]: codes times their scales."""
+    codes, factor = values_of(x, x_block_size)
+    return codes if factor is None else codes * factor
 
 
 def amax_of(values: Tensor, factor: Tensor | None, block_m: int, block_k: int) -> Tensor:

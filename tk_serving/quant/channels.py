@@ -42,6 +42,7 @@ def check(
     tokens, width = expect.tensor("x[0]", data, torch.float8_e4m3fn, ("T", "H"), contiguous=False)
     casting.check_hidden(expect, width, fmt)
     expect.one_of("num_per_channels", num_per_channels, GROUPS)
+    assert num_per_channels is not None
     expect.dtype("x[1]", sf, torch.float32)
     expect.shape("x[1]", sf, (tokens, -(-width // num_per_channels)))
     expect.same_device(**{"x[0]": data, "x[1]": sf})

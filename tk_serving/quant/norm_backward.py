@@ -46,7 +46,9 @@ def _plan(
             *(float(scale), partials),
         ),
     )
-    launches, slot, scratch = (main,), None, Out((partials, hidden), torch.float32)
+    launches: tuple[Launch, ...] = (main,)
+    slot: Out | Existing | None = None
+    scratch = Out((partials, hidden), torch.float32)
     if weight is not None:
         slot = Out((hidden,), weight.dtype)
         if weight_grad is not None:

@@ -1,5 +1,7 @@
 """RMSNorm, with the residual stream added before it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -83,7 +85,7 @@ def inputs(
 
 
 def _inputs(
-    make: Maker, *, out_scale: float = 1.0, out: bool = False, with_rstd: bool = False, **operands: object
+    make: Maker, *, out_scale: float = 1.0, out: bool = False, with_rstd: bool = False, **operands: Any
 ) -> tuple:
     x, weight, eps, residual, residual_out = inputs(make, **operands)
     given = make.randn(*x.shape, dtype=x.dtype) if out else None

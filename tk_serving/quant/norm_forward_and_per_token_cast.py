@@ -1,5 +1,7 @@
 """RMSNorm, with the residual stream added before it, quantised for the matrix product behind it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -148,7 +150,7 @@ def _inputs(
     out: bool = False,
     mega: int = 0,
     with_rstd: bool = False,
-    **operands: object,
+    **operands: Any,
 ) -> tuple:
     x, weight, eps, residual, residual_out = inputs(make, **operands)
     rows, hidden = x.shape[:-1], x.shape[-1]

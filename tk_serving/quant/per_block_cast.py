@@ -1,5 +1,7 @@
 """Cast with one scale for each block of rows and columns."""
 
+from typing import Any
+
 from torch import Tensor
 
 from tk_serving.compare import BITWISE
@@ -34,7 +36,7 @@ def _plan(
     return Plan(results, (launch,) if source.tokens else ())
 
 
-def _finish(results: Quantized, *args: object) -> Quantized:
+def _finish(results: Quantized, *args: Any) -> Quantized:
     return results if args[-1] is None else args[-1]
 
 

@@ -1,5 +1,7 @@
 """Per-block cast with given scales."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ def _plan(
     if out is not None:
         casting.check_given(_expect, "out", out, data)
     _expect.same_device(x=x, sf=sf, out=out)
-    launch = casting.rescale_launch(source, fmt, sf, tuple(block_size), out)
+    launch = casting.rescale_launch(source, fmt, sf, (block_size[0], block_size[1]), out)
     return Plan((data if out is None else Existing("out"),), (launch,) if source.tokens else ())
 
 
@@ -42,7 +44,7 @@ def _inputs(
     hidden: int,
     layout: str,
     values: str = "normal",
-    **given: object,
+    **given: Any,
 ) -> tuple:
     x, fmt, *_ = block_casting.inputs(make, tokens=tokens, block=block, hidden=hidden, values=values, **given)
     sf = samples.scale_matrix(make, -(-tokens // block[0]), -(-hidden // block[1]), layout)
@@ -51,7 +53,7 @@ def _inputs(
     return x, fmt, block, sf
 
 
-def _finish(result: Tensor, *args: object) -> Tensor:
+def _finish(result: Tensor, *args: Any) -> Tensor:
     return result if args[-1] is None else args[-1]
 
 

@@ -1,5 +1,7 @@
 """The scales of a per-block cast alone."""
 
+from typing import Any
+
 from torch import Tensor
 
 from tk_serving.compare import BITWISE
@@ -30,7 +32,7 @@ def _plan(
     return Plan((sf if out is None else Existing("out"),), (launch,) if source.tokens else ())
 
 
-def _finish(result: Tensor, *args: object) -> Tensor:
+def _finish(result: Tensor, *args: Any) -> Tensor:
     return result if args[-1] is None else args[-1]
 
 

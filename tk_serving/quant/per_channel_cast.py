@@ -22,8 +22,9 @@ def _plan(
     tokens, hidden = channels.check(_expect, x, fmt, num_per_tokens, num_per_channels)
     if use_packed_ue8m0:
         _expect.that(round_sf, "use_packed_ue8m0", "round_sf as well", False)
-    options = {"num_per_channels": num_per_channels, "packed": use_packed_ue8m0}
-    return channels.plan(x, tokens, hidden, num_per_tokens, round_sf, **options)
+    return channels.plan(
+        x, tokens, hidden, num_per_tokens, round_sf, num_per_channels=num_per_channels, packed=use_packed_ue8m0
+    )
 
 
 def _inputs(

@@ -24,8 +24,9 @@ def _plan(
     if pos_to_token is not None:
         (rows,) = _expect.tensor("pos_to_token", pos_to_token, torch.int32, ("N",))
         _expect.same_device(x=x if isinstance(x, Tensor) else x[0], pos_to_token=pos_to_token)
-    options = {"num_per_channels": num_per_channels, "positions": pos_to_token}
-    return channels.plan(x, rows, hidden, num_per_tokens, round_sf, **options)
+    return channels.plan(
+        x, rows, hidden, num_per_tokens, round_sf, num_per_channels=num_per_channels, positions=pos_to_token
+    )
 
 
 def _inputs(

@@ -53,5 +53,4 @@ def per_token_cast_back(x: Quantized, fmt: str, num_per_channels: int, x_special
         TypeError: wrong dtype.
         ValueError: wrong shape, layout or format.
     """
-    codes, factor = casting.values_of(x, (1, num_per_channels))
-    return (codes * factor).to(TARGETS[fmt])
+    return casting.dequantised(x, (1, num_per_channels)).to(TARGETS[fmt])

@@ -1,5 +1,7 @@
 """Per-token cast with given scales."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,7 +43,7 @@ def _plan(
 
 
 def _inputs(
-    make: Maker, *, tokens: int, hidden: int, npc: int, layout: str, values: str = "normal", **given: object
+    make: Maker, *, tokens: int, hidden: int, npc: int, layout: str, values: str = "normal", **given: Any
 ) -> tuple:
     x, fmt, _, block, *_ = samples.per_token(make, tokens=tokens, hidden=hidden, npc=npc, values=values, **given)
     sf = samples.scale_matrix(make, tokens, -(-hidden // npc), layout)
@@ -50,7 +52,7 @@ def _inputs(
     return x, fmt, npc, sf, block
 
 
-def _finish(result: Tensor, *args: object) -> Tensor:
+def _finish(result: Tensor, *args: Any) -> Tensor:
     return result if args[-1] is None else args[-1]
 
 

@@ -1,5 +1,7 @@
 """The scales of a per-token cast alone."""
 
+from typing import Any
+
 from torch import Tensor
 
 from tk_serving.compare import BITWISE
@@ -35,7 +37,7 @@ def _plan(
     return Plan((sf if out_sf is None else Existing("out_sf"),), (launch,) if source.tokens else ())
 
 
-def _finish(result: Tensor, *args: object) -> Tensor:
+def _finish(result: Tensor, *args: Any) -> Tensor:
     return result if args[-1] is None else args[-1]
 
 

@@ -1,5 +1,7 @@
 """Gradients of SwiGLU."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,7 +62,7 @@ def _finish(results, *args):
     return results[0], results[1] if args[3] is not None else None, results[2] if args[6] else None
 
 
-def _inputs(make: Maker, *, do_recompute: bool = False, **operands: object) -> tuple:
+def _inputs(make: Maker, *, do_recompute: bool = False, **operands: Any) -> tuple:
     return *inputs(make, **operands), do_recompute
 
 

@@ -166,9 +166,8 @@ def swiglu_backward_and_per_token_cast(
         TypeError: wrong dtype or kind of argument.
         ValueError: wrong shape, layout or group size.
     """
-    codes, factor = casting.values_of(x, (1, num_per_channels))
     rows = Rows(positions=pos_to_token_topk, topk_weights=weight, clamp=swiglu_clamp_value)
-    out, gradient, totals, _ = gradients.differentiate(codes * factor, grad_out, rows)
+    out, gradient, totals, _ = gradients.differentiate(casting.dequantised(x, (1, num_per_channels)), grad_out, rows)
     sf, inverse = scales.rule(casting.amax_of(gradient, None, 1, num_per_channels), FORMATS["e4m3"], round_sf)
     data = casting.quantize(gradient, None, inverse, "e4m3", 1, num_per_channels)
     known = (token_topk_to_pos >= 0) & (token_topk_to_pos < len(totals))

@@ -1,5 +1,7 @@
 """Gradients of SwiGLU, quantised, of rows that are grouped by expert."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -63,7 +65,7 @@ def _finish(results, *args):
     return (data, sf), weight_grad if args[5] is not None else None, out if args[9] else None
 
 
-def _inputs(make: Maker, *, npc: int, round_sf: bool = False, do_recompute: bool = False, **operands: object) -> tuple:
+def _inputs(make: Maker, *, npc: int, round_sf: bool = False, do_recompute: bool = False, **operands: Any) -> tuple:
     x, grad_out, psum, weights, factor, clamp = inputs(make, **operands)
     return x, grad_out, "e4m3", npc, psum, weights, factor, round_sf, clamp, do_recompute
 

@@ -22,8 +22,10 @@ def _plan(
     _expect.that(width % 128 == 0, "x", "2 H columns, H a multiple of 64", width)
     if swiglu_clamp_value is not None:
         _expect.positive("swiglu_clamp_value", swiglu_clamp_value)
-    options = {"transposed": not without_transpose, "swiglu": True, "clamp": swiglu_clamp_value}
-    return channels.plan(x, tokens, width // 2, num_per_tokens, round_sf, **options)
+    transposed = not without_transpose
+    return channels.plan(
+        x, tokens, width // 2, num_per_tokens, round_sf, transposed=transposed, swiglu=True, clamp=swiglu_clamp_value
+    )
 
 
 def _inputs(

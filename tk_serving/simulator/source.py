@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tk_serving.compile.targets import PASS_CONFIGS, target
-from tk_serving.simulator import ptx
+from tk_serving.simulator import ptx, toolchain
 from tk_serving.simulator.errors import SimulationError
 
 ARCH = "sm_90a"
@@ -39,12 +40,22 @@ class Generated:
         return replace(self, cuda=cuda)
 
 
-def generate(prim_func: Any) -> Generated:
-    """Lower a function for sm_90a; needs neither nvcc nor a GPU."""
+def generate(prim_func: Any, arch: str = ARCH) -> Generated:
+    """Lower a function, or take the texts from the cache; needs neither nvcc nor a GPU."""
+    key = toolchain.digest(prim_func.script(), arch, repr(PASS_CONFIGS), toolchain.tilelang_version())
+    file = toolchain.cache() / "lowered" / f"{key}.json"
+    if file.is_file():
+        return Generated(**json.loads(file.read_text()))
+    generated = _lower(prim_func, arch)
+    toolchain.write(file, json.dumps(asdict(generated)))
+    return generated
+
+
+def _lower(prim_func: Any, arch: str) -> Generated:
     import tilelang
     from tilelang import tvm
 
-    goal = tvm.target.Target(target(ARCH))
+    goal = tvm.target.Target(target(arch))
     with tvm.transform.PassContext(opt_level=3, config=PASS_CONFIGS), goal:
         lowered = tilelang.lower(prim_func, target=goal, enable_host_codegen=True, enable_device_compile=False)
     tags = {}

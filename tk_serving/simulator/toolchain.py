@@ -119,6 +119,15 @@ def digest(*parts: str | bytes) -> str:
     return found.hexdigest()[:24]
 
 
+def write(file: Path, text: str) -> None:
+    """Write a file that other processes see whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=file.parent)
+    with os.fdopen(handle, "w") as stream:
+        stream.write(text)
+    os.replace(temporary, file)
+
+
 @functools.cache
 def _environment() -> str:
     """Digest of what every build depends on besides its own source."""

@@ -14,7 +14,7 @@ from tk_serving.modeling.quant import FORMATS, swiglu
 from tk_serving_patches.transformers._calls import Seam, is_silu, refusal, verdict
 from tk_serving_patches.transformers.swiglu import rows_refusal
 
-EXPERTS = Seam("experts", ("get_fused_mapping", "expand_to_fused", "swiglu_forward", "reduce_fused"))
+EXPERTS = Seam("experts", ("get_fused_mapping", "expand_to_fused", "swiglu_forward", "swiglu_backward", "reduce_fused"))
 
 NAME = "tilekernels"
 """Value of ``experts_implementation``."""
@@ -73,7 +73,7 @@ def _reason(experts: Any, x: Tensor, top_k_index: Tensor) -> str | None:
         known, limit = swiglu_limit(experts)
         if reason is None and known:
             width = experts.gate_up_proj.shape[-1 if experts.is_transposed else -2]
-            reason = rows_refusal(x.device, dtype, width, limit)
+            reason = rows_refusal(x.device, dtype, width, limit, torch.is_grad_enabled())
     return reason
 
 

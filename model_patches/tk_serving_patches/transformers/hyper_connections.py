@@ -29,7 +29,7 @@ def _pre_refusal(device: torch.device, dtype: torch.dtype, streams: int, size: i
     if training:
         return refusal(mhc.mhc_pre_norm_fn, device, residual, fn, None, 1e-6)
     options = (1e-6, 1e-6, 1e-6, 2.0, 20)
-    return refusal(mhc.mhc_pre_big_fuse, device, residual, fn, _empty(3), _empty(len(fn)), *options)
+    return refusal(mhc.mhc_pre_big_fuse, device, residual, fn, _empty(3), _empty(len(fn)), *options)  # type: ignore[arg-type]
 
 
 @verdict
@@ -43,7 +43,7 @@ def _head_refusal(device: torch.device, dtype: torch.dtype, streams: int, size: 
     residual, fn = _empty(1, streams, size, dtype=dtype), _empty(streams, streams * size)
     if training:
         return refusal(mhc.mhc_pre_norm_fn, device, residual, fn, None, 1e-6)
-    return refusal(mhc.mhc_head_fused, device, residual, fn, _empty(1), _empty(streams), 1e-6, 1e-6)
+    return refusal(mhc.mhc_head_fused, device, residual, fn, _empty(1), _empty(streams), 1e-6, 1e-6)  # type: ignore[arg-type]
 
 
 def pre(original: Callable[..., Any]) -> Callable[..., Any]:

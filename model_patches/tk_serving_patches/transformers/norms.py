@@ -17,12 +17,16 @@ NORM = Seam("rms-norm", ("norm_forward", "norm_backward"))
 
 
 @verdict
-def _refusal(device: torch.device, dtype: torch.dtype, size: int, weighted: bool) -> str | None:
+def _refusal(device: torch.device, dtype: torch.dtype, size: int, weighted: bool, training: bool) -> str | None:
     if dtype not in FORMATS:
         return f"activations of {dtype}"
     rows = torch.empty(1, size, dtype=dtype, device="meta")
     weight = torch.empty(size, dtype=dtype, device="meta") if weighted else None
-    return refusal(quant.norm_forward, device, rows, weight, 1e-6)
+    reason = refusal(quant.norm_forward, device, rows, weight, 1e-6)
+    if reason is None and training:
+        rstd = torch.empty(1, device="meta")
+        reason = refusal(quant.norm_backward, device, rows, rows, weight, rstd)
+    return reason
 
 
 def weighted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +38,7 @@ def weighted(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         x, weight = hidden_states, self.weight
         if weight.dtype == x.dtype or (keeps_dtype and weight.dtype == torch.float32):
-            reason = _refusal(x.device, weight.dtype, x.shape[-1], True)
+            reason = _refusal(x.device, weight.dtype, x.shape[-1], True, torch.is_grad_enabled())
         else:
             reason = f"a weight of {weight.dtype} for activations of {x.dtype}"
         if reason is not None:
@@ -49,7 +53,7 @@ def unweighted(original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``DeepseekV4UnweightedRMSNorm``."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        reason = _refusal(x.device, x.dtype, x.shape[-1], False)
+        reason = _refusal(x.device, x.dtype, x.shape[-1], False, torch.is_grad_enabled())
         if reason is not None:
             NORM.leave(reason)
             return original(self, x)

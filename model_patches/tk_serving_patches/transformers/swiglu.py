@@ -12,16 +12,21 @@ from tk_serving import quant
 from tk_serving.modeling.quant import FORMATS, swiglu
 from tk_serving_patches.transformers._calls import Seam, is_silu, refusal, rows_dtype, verdict
 
-SWIGLU = Seam("swiglu", ("swiglu_forward",))
+SWIGLU = Seam("swiglu", ("swiglu_forward", "swiglu_backward"))
 
 
 @verdict
-def rows_refusal(device: torch.device, dtype: torch.dtype, width: int, limit: float | None) -> str | None:
-    """Why the operator does not take rows of gate and up, ``width`` values together."""
+def rows_refusal(
+    device: torch.device, dtype: torch.dtype, width: int, limit: float | None, training: bool
+) -> str | None:
+    """Why the operators do not take rows of gate and up, ``width`` values together."""
     if dtype not in FORMATS:
         return f"activations of {dtype}"
     rows = torch.empty(1, width, dtype=dtype, device="meta")
-    return refusal(quant.swiglu_forward, device, rows, FORMATS[dtype], clamp_value=limit)
+    reason = refusal(quant.swiglu_forward, device, rows, FORMATS[dtype], clamp_value=limit)
+    if reason is None and training:
+        reason = refusal(quant.swiglu_backward, device, rows, rows[:, : width // 2].contiguous(), clamp_value=limit)
+    return reason
 
 
 def refuses(mlp: Any) -> str | None:
@@ -34,7 +39,7 @@ def mlp(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, x: Tensor) -> Tensor:
         limit = getattr(self, "limit", None)
         width = 2 * self.intermediate_size
-        reason = refuses(self) or rows_refusal(x.device, rows_dtype(x), width, limit)
+        reason = refuses(self) or rows_refusal(x.device, rows_dtype(x), width, limit, torch.is_grad_enabled())
         if reason is not None:
             SWIGLU.leave(reason)
             return original(self, x)
