@@ -13,7 +13,7 @@ from torch import Tensor
 from tk_serving import dispatch
 from tk_serving.compare import BITWISE, Equality, Steps
 from tk_serving.operator import Operator, tensors_of
-from tk_serving.plan import Existing, Out
+from tk_serving.plan import Existing, Out, Plan
 from tk_serving.workloads import Maker
 
 _LARGE = 1 << 28
@@ -49,7 +49,7 @@ def compare(op: Operator, implementation: str, original: tuple, device: str = "c
     fresh = _output_only(op, plan, original, torch.device(device))
     sides = {}
     for name in (implementation, "reference"):
-        args = clone(original)
+        args = clone(op, plan, original)
         own = op.plan(*args)
         for tensor, output_only in zip(_existing(op, own, args), fresh, strict=True):
             if output_only:
@@ -92,11 +92,7 @@ def _pairs(op, plan, args, results, expected_args, expected):
 
 def _difference(rule: Equality, got: Tensor | None, want: Tensor | None) -> str | None:
     if got is None or want is None:
-        return (
-            None
-            if got is want
-            else f"{'absent' if got is None else 'present'} instead of {'absent' if want is None else 'present'}"
-        )
+        return None if got is want else f"{got} instead of {want}"
     return rule.difference(got, want)
 
 
@@ -115,7 +111,7 @@ def _output_only(op: Operator, plan, original: tuple, device: torch.device) -> l
     owned = [tensor is not None for tensor in _existing(op, plan, original)]
     if not any(owned):
         return owned
-    without, with_poison = clone(original), clone(original)
+    without, with_poison = clone(op, plan, original), clone(op, plan, original)
     for tensor in _existing(op, plan, with_poison):
         if tensor is not None:
             poison(tensor)
@@ -128,11 +124,8 @@ def _output_only(op: Operator, plan, original: tuple, device: torch.device) -> l
 def _changed_elsewhere(op: Operator, plan, args: tuple, original: tuple) -> str | None:
     """The first argument whose storage changed outside the tensors that the call may write."""
     names = [p.name for p in op.parameters]
-    writable = [t for t in _existing(op, plan, args) if t is not None]
-    for name in op.mutates:
-        writable += tensors_of(args[names.index(name)])
     masks: dict[int, Tensor] = {}
-    for tensor in writable:
+    for tensor in _writable(op, plan, args):
         whole = _bytes(tensor)
         mask = masks.setdefault(whole.data_ptr(), torch.zeros_like(whole, dtype=torch.bool))
         size = tensor.element_size()
@@ -153,18 +146,20 @@ def _changed_elsewhere(op: Operator, plan, args: tuple, original: tuple) -> str 
     return None
 
 
-def clone(args: tuple) -> tuple:
+def clone(op: Operator, plan: Plan, args: tuple) -> tuple:
     """The arguments with every storage copied whole: views keep their strides, offsets and common storage.
 
-    Storages beyond 256 MiB, of views with huge strides, are not copied but shared.
+    Read-only storages beyond 256 MiB, of views with huge strides, are not copied but shared.
     """
+    written = {_bytes(tensor).data_ptr() for tensor in _writable(op, plan, args)}
     copies: dict[int, Tensor] = {}
 
     def copy(value):
         if isinstance(value, Tensor):
             whole = _bytes(value)
             if whole.data_ptr() not in copies:
-                copies[whole.data_ptr()] = whole.clone() if whole.numel() <= _LARGE else whole
+                shared = whole.numel() > _LARGE and whole.data_ptr() not in written
+                copies[whole.data_ptr()] = whole if shared else whole.clone()
             storage = copies[whole.data_ptr()].untyped_storage()
             return torch.empty(0, dtype=value.dtype, device=value.device).set_(
                 storage, value.storage_offset(), value.shape, value.stride()
@@ -174,6 +169,15 @@ def clone(args: tuple) -> tuple:
         return value
 
     return copy(args)
+
+
+def _writable(op: Operator, plan: Plan, args: tuple) -> list[Tensor]:
+    """The arguments that the call may write."""
+    names = [p.name for p in op.parameters]
+    found = [tensor for tensor in _existing(op, plan, args) if tensor is not None]
+    for name in op.mutates:
+        found += tensors_of(args[names.index(name)])
+    return found
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -95,3 +95,9 @@ def test_e5m6_decodes_every_code_as_a_float16():
     decoded = decode(data, "e5m6").flatten()
     assert torch.equal(decoded[~halves.isnan()], halves[~halves.isnan()])
     assert decoded[halves.isnan()].isnan().all()
+
+
+def test_e5m6_data_may_start_anywhere():
+    data = codes([1.0, -2.0, 3.0, 4.0, 5.0, 6.0, 0.1, 65024.0], "e5m6")
+    shifted = torch.cat((torch.zeros(1, dtype=torch.uint8), data[0]))[1:][None]
+    assert torch.equal(decode(shifted, "e5m6"), decode(data, "e5m6"))

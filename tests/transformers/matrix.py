@@ -30,13 +30,14 @@ def folder(version: str) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    versions, _, options = " ".join(arguments).partition("--")
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    versions, options = arguments[:split], arguments[split + 1 :]
     failed = []
-    for version in versions.split() or VERSIONS:
+    for version in versions or VERSIONS:
         path = os.pathsep.join(filter(None, (str(folder(version)), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "PYTHONPATH": path, "EXPECTED_TRANSFORMERS": version}
         print(f"transformers {version}", flush=True)
-        command = [sys.executable, "-m", "pytest", "-q", str(HERE), *options.split()]
+        command = [sys.executable, "-m", "pytest", "-q", str(HERE), *options]
         if subprocess.run(command, env=environment).returncode:
             failed.append(version)
     if failed:

@@ -98,7 +98,8 @@ def encode_e5m6(values: Tensor) -> Tensor:
 
 
 def decode_e5m6(data: Tensor) -> Tensor:
-    words = data.contiguous().view(torch.int32).to(torch.int64).unflatten(-1, (-1, 3)) & 0xFFFFFFFF
+    shifts = torch.arange(0, 32, 8, device=data.device)
+    words = (data.to(torch.int64).unflatten(-1, (-1, 3, 4)) << shifts).sum(-1)  # bytes, as the data may start anywhere
     w = words.unbind(-1)
     codes = (
         w[0] >> 20,

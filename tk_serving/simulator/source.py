@@ -42,7 +42,7 @@ class Generated:
 
 def generate(prim_func: Any, arch: str = ARCH) -> Generated:
     """Lower a function, or take the texts from the cache; needs neither nvcc nor a GPU."""
-    key = toolchain.digest(prim_func.script(), arch, repr(PASS_CONFIGS), toolchain.tilelang_version())
+    key = toolchain.digest(prim_func.script(show_meta=True), arch, repr(PASS_CONFIGS), toolchain.tilelang_version())
     file = toolchain.cache() / "lowered" / f"{key}.json"
     if file.is_file():
         return Generated(**json.loads(file.read_text()))
