@@ -8,7 +8,7 @@ export TK_SERVING_SIMULATOR_CACHE ?= $(CURDIR)/.cache/simulator
 export TILELANG_CACHE_DIR ?= $(CURDIR)/.cache/tilelang
 export TILELANG_PRINT_ON_COMPILATION ?= 0
 
-.PHONY: help setup demo test lint types unit ring2 engine gpu clean
+.PHONY: help setup demo test lint types unit ring2 engine transformers gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -37,8 +37,11 @@ ring2: setup  ## ring 2: the generated CUDA, simulated on the CPU and compiled f
 engine: setup  ## the real engines on this CPU
 	$(PYTEST) tests -m "engine and not gpu"
 
+transformers: setup  ## the transformers patches on every tested version of transformers (minutes for each)
+	$(PY) tests/transformers/matrix.py
+
 gpu:  ## ring 3, on a GPU host: the kernels against the references on the device
-	$(PYTEST) tests -m gpu
+	$(PYTEST) tests/gpu -m gpu $(if $(RECORD),--record $(RECORD))
 
 clean:  ## remove the environment and all caches
 	rm -rf $(VENV) .cache dist build .pytest_cache .mypy_cache .ruff_cache
