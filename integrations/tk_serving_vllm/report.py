@@ -31,6 +31,8 @@ def expose(folder: str) -> None:
     import prometheus_client
 
     if folder not in _collectors:
+        for other in list(_collectors):  # of an earlier engine of this process; a metric has one collector
+            prometheus_client.REGISTRY.unregister(_collectors.pop(other))
         _collectors[folder] = Collector(folder)
         prometheus_client.REGISTRY.register(_collectors[folder])
         _ledger.apply(_REGISTRY)

@@ -58,6 +58,8 @@ def apply_rotary(
     covers(query.dim() == 3 and positions is not None and seqlen_offset == 0, "[T, heads, rot] with positions")
     ops = need("vllm._custom_ops")
     assert positions is not None
+    # On views of wider heads it was seen to read outside of the tensors.
+    covers(all(t is None or t.is_contiguous() for t in (query, key)), "contiguous queries and keys")
     cache, rows = cos_sin_cache.to(query.dtype), positions.long()
     tail = (0, True) if conjugate else ()
     return PeerCall(
