@@ -72,7 +72,8 @@ FAULTS = [
     Fault("scale row and column exchanged", "per_token_cast", r"(?m)^( *sf\[)", r"\1(blocks - 1) - "),
     Fault("wide access where it may be misaligned", "transpose", r"wide_in != 0", "true"),
     Fault("tie goes to the higher index", "topk_gate", r"__reduce_min_sync\(", "highest("),
-    Fault("NaN ranks first", "topk_gate", r"condval = -2139095041;", "condval = 2147483647;"),
+    Fault("NaN ranks first", "topk_gate", r"__fadd_rn\(fmaxf\(", "__fadd_rn(nan_kept("),
+    Fault("-0 ranks below +0", "topk_gate", r"__fadd_rn\(fmaxf\(", "first_of(fmaxf("),
     Fault("weight not applied", "reduce_fused", r", scale\[(k_\d+)\], acc", ", 1.0f, acc"),
 ]
 
@@ -87,6 +88,8 @@ static inline unsigned short chopped(float2 x, __nv_saturation_t s, __nv_fp8_int
   }
   return out;
 }
+static inline float nan_kept(float x, float low) { return x != x ? x : fmaxf(x, low); }
+static inline float first_of(float x, float) { return x; }
 static inline int highest(unsigned mask, int x) { return __reduce_max_sync(mask, x == 0x7fffffff ? -1 : x); }
 """
 

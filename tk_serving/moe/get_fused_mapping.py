@@ -18,6 +18,7 @@ CHUNK = 256  # pairs of a block, or a multiple
 SECTION = 8  # chunks
 MAX_SECTIONS = 256  # every block reads the counts of all
 ROWS_PER_BLOCK = 2048  # to fill with padding
+EXPERTS_PER_BLOCK = 16  # whose regions a block pads: two for each of its warps
 MAX_BLOCKS = 1024
 
 _expect = Expect("get_fused_mapping")
@@ -79,7 +80,8 @@ def _capturing(tensor: Tensor) -> bool:
 def _arguments_of_one(out: Sequence[Tensor], topk_idx: Tensor, *rest: int) -> tuple:
     pairs, alignment = topk_idx.numel(), rest[2]
     ids, positions = (topk_idx.view(-1), out[3].view(-1)) if pairs else out[7:9]
-    blocks = max(-(-pairs // CHUNK), min(-(-out[0].shape[0] // ROWS_PER_BLOCK), MAX_BLOCKS))
+    padding = max(-(-out[0].shape[0] // ROWS_PER_BLOCK), -(-rest[0] // EXPERTS_PER_BLOCK))
+    blocks = max(-(-pairs // CHUNK), min(padding, MAX_BLOCKS))
     return ids, None, None, *out[:3], positions, *out[4:7], pairs, CHUNK, blocks, alignment
 
 
