@@ -7,6 +7,7 @@ kept by content below .cache.
 from __future__ import annotations
 
 import functools
+import glob
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 
@@ -49,10 +51,10 @@ def production_launches(op: Operator) -> list[Launch]:
 
 @functools.cache
 def nvcc() -> str | None:
-    return shutil.which(
-        "nvcc",
-        path=os.pathsep.join(filter(None, [os.path.join(os.environ.get("CUDA_HOME", ""), "bin"), os.environ["PATH"]])),
-    )
+    """The compiler of CUDA_HOME, on PATH, or of NVIDIA's PyPI packages."""
+    folders = [os.path.join(os.environ["CUDA_HOME"], "bin")] if os.environ.get("CUDA_HOME") else []
+    folders += [os.environ["PATH"], *(path for site in sys.path for path in glob.glob(f"{site}/nvidia/cu1*/bin"))]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
 
 
 @functools.cache

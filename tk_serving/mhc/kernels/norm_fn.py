@@ -19,6 +19,10 @@ MULT = 4
 ROWS = 16  # tokens of a tile, the rows of the tensor-core operation
 UNIT = 32  # columns of a warp: four lanes with a word of eight values each
 
+# Up to 40 bytes of a thread, at the bound of registers that keeps `resident` blocks on an SM: fewer blocks hide less
+# of the latency of memory than these few words cost.
+LOCAL_MEMORY = {"build": "up to 40 bytes at the register bound that keeps enough blocks on an SM"}
+
 
 def tf32(x):
     """float32 rounded to TF32, half up in magnitude; inf and NaN unchanged."""
