@@ -63,7 +63,7 @@ else
     fi
 fi
 if ! command -v nvcc >/dev/null && [ -z "${CUDA_HOME:-}" ]; then
-    pip install -q "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cccl==13.0.*" "nvidia-cuda-crt==13.0.*"
+    pip install -q "nvidia-cuda-nvcc==13.0.*" "nvidia-nvvm==13.0.*" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cccl==13.0.*" "nvidia-cuda-crt==13.0.*"
 fi
 pip install -q --no-deps --no-build-isolation -e .
 rm -f "$venv"/.ready-"$profile"-*
