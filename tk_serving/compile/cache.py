@@ -38,7 +38,8 @@ def fingerprint() -> dict[str, str]:
     """What a compiled kernel depends on besides its launch and architecture."""
     package = pathlib.Path(__file__).resolve().parents[1]
     sources = hashlib.sha256(json.dumps(PASS_CONFIGS, sort_keys=True).encode())
-    for file in sorted(package.glob("*/kernels/*.py")):
+    # Kernels take constants from the contracts' helpers beside them, so a family counts whole.
+    for file in sorted(file for kernels in package.glob("*/kernels") for file in kernels.parent.rglob("*.py")):
         sources.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
     return {
         "kernels": sources.hexdigest(),
