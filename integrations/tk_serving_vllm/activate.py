@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import copy
 import functools
-import hashlib
 import importlib.metadata
 import logging
 import os
@@ -16,6 +15,7 @@ from typing import Any
 
 import tk_serving
 from tk_serving import metrics
+from tk_serving.compile import cache
 from tk_serving.config import settings
 from tk_serving_patches import Ledger
 from tk_serving_patches.vllm import MODELS
@@ -113,11 +113,8 @@ def problems() -> list[str]:
 @functools.cache
 def kernel_uuid() -> str:
     """Twelve hexadecimal digits that change with any code that computes results."""
-    digest = hashlib.sha256()
     root = Path(tk_serving.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
+    return cache.source_digest(root, [root])[:12]
 
 
 def _refuse(reasons: list[str]) -> None:

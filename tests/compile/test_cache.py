@@ -119,6 +119,23 @@ def test_digest_depends_on_launch_and_architecture():
     assert len({cache.digest(one, ARCHS[0]), cache.digest(one, ARCHS[1]), cache.digest(other, ARCHS[0])}) == 3
 
 
+def test_helpers_beside_the_kernels_count(tmp_path):
+    """Kernels import constants from them; a stale kernel must not be found."""
+    helper = tmp_path / "quant" / "scales.py"
+    helper.parent.mkdir()
+    helper.write_text("FLOOR = 1e-4")
+    before = cache.source_digest(tmp_path, [helper.parent])
+    helper.write_text("FLOOR = 1e-10")
+    assert cache.source_digest(tmp_path, [helper.parent]) != before
+
+
+def test_fingerprint_covers_whole_families(monkeypatch):
+    hashed = []
+    monkeypatch.setattr(cache, "source_digest", lambda root, folders, *_: hashed.extend(folders) or "")
+    cache.fingerprint.__wrapped__()
+    assert {"quant", "moe", "mhc", "engram", "transpose", "transform"} <= {folder.name for folder in hashed}
+
+
 def test_architecture_of_a_device():
     assert arch_of((9, 0)) == "sm_90a"
     assert arch_of((10, 0)) == "sm_100a"

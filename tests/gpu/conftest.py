@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from tk_serving.cli.env import collect
-from tk_serving.compile.ahead import revision
+from tk_serving.environment import revision
 
 
 def pytest_addoption(parser):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import bf16, f32
+from mhc_inputs import bf16, f32
 
 from tk_serving import mhc
 from tk_serving.config import settings

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import bf16, f32
+from mhc_inputs import bf16, f32
 
 from tk_serving.mhc import mhc_post, mhc_post_bwd, mhc_post_fwd
 from tk_serving.operator import find

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import bf16, f32
+from mhc_inputs import bf16, f32
 
 from tk_serving.mhc import mhc_pre_apply_mix, mhc_pre_apply_mix_bwd
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from conftest import bf16, f32
+from mhc_inputs import bf16, f32
 
 from tk_serving import mhc, quant
 from tk_serving.operator import find

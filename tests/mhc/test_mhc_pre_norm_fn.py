@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import bf16, f32, formula
+from mhc_inputs import bf16, f32, formula
 
 from tk_serving.mhc import (
     mhc_fn_normw_merge_bwd,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import f32
+from mhc_inputs import f32
 
 from tk_serving.mhc import mhc_sinkhorn_bwd, mhc_sinkhorn_fwd, sinkhorn_normalize
 from tk_serving.operator import find

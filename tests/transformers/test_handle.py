@@ -11,7 +11,7 @@ import types
 
 import pytest
 import torch
-from conftest import SITES
+from tiny_models import SITES
 from torch import nn
 
 import tk_serving_patches

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import CONFIGS, SITES
+from tiny_models import CONFIGS, SITES
 
 from tk_serving import dispatch
 from tk_serving_patches import apply

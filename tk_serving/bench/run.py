@@ -26,7 +26,7 @@ from tk_serving.bench.record import Record
 from tk_serving.bench.selection import Task, select
 from tk_serving.bench.suite import NO_PEERS, Suite, row_of
 from tk_serving.bench.timing import GRAPH, MODES, CudaTimer, DeviceTimer, HostTimer
-from tk_serving.compile.ahead import revision
+from tk_serving.environment import revision
 
 SAVE_EVERY_SECONDS = 20.0
 

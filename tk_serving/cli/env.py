@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
-import shutil
-import subprocess
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +14,7 @@ from rich.table import Table
 import tk_serving
 from tk_serving.compile import cache
 from tk_serving.config import Settings, settings
+from tk_serving.environment import nvcc_version, output
 
 DISTRIBUTIONS = (
     "torch",
@@ -38,7 +36,7 @@ def collect() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in DISTRIBUTIONS},
-        "cuda": {"nvcc": _nvcc(), "torch": _torch_cuda(), "devices": _devices()},
+        "cuda": {"nvcc": _release(nvcc_version()), "torch": _torch_cuda(), "devices": _devices()},
         "kernel cache": settings.kernel_cache or str(cache.local()),
         "settings": {f"TK_SERVING_{name.upper()}": _plain(getattr(settings, name)) for name in Settings.model_fields},
     }
@@ -83,22 +81,13 @@ def _torch_cuda() -> str | None:
     return torch.version.cuda
 
 
-def _nvcc() -> str | None:
-    nvcc = os.path.join(os.environ["CUDA_HOME"], "bin", "nvcc") if os.environ.get("CUDA_HOME") else shutil.which("nvcc")
-    text = _output([nvcc, "--version"]) if nvcc else ""
-    return next((line.split("release ")[1].split(",")[0] for line in text.splitlines() if "release " in line), None)
+def _release(version: str) -> str | None:
+    return version.split("release ")[1].split(",")[0] if version else None
 
 
 def _devices() -> list[str]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader"]
-    return [line for line in _output(query).splitlines() if line.strip()]
-
-
-def _output(command: list[str]) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    return [line for line in output(query).splitlines() if line.strip()]
 
 
 def _plain(value: Any) -> Any:

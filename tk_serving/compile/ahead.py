@@ -7,15 +7,14 @@ import datetime
 import json
 import multiprocessing
 import pathlib
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import tk_serving
+from tk_serving import environment
 from tk_serving.compile import cache, kernels
-from tk_serving.operator import operators
+from tk_serving.operator import find, operators
 from tk_serving.plan import Launch
 
 
@@ -42,14 +41,7 @@ class Built:
 
 def jobs(models: Sequence[str], archs: Sequence[str]) -> list[Job]:
     """The kernels that the models need, each once."""
-    found: dict[str, Job] = {}
-    for op in operators():
-        wanted = [workload for workload in op.workloads if workload.model in models]
-        for launch, label in op.shape_classes(wanted).items():
-            for arch in archs:
-                name = cache.digest(launch, arch)
-                found.setdefault(name, Job(op.name, label, str(launch), name, arch))
-    return list(found.values())
+    return [job for job, _ in _needed(models, archs)]
 
 
 def build(
@@ -81,9 +73,9 @@ def write_manifest(folder: pathlib.Path, built: Sequence[Built], models: Sequenc
     manifest = {
         "format": cache.FORMAT,
         "tk-serving": tk_serving.__version__,
-        "git revision": revision(),
+        "git revision": environment.revision(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "nvcc": _nvcc(),
+        "nvcc": environment.nvcc_version() or "unknown",
         "fingerprint": cache.fingerprint(),
         "models": list(models),
         "archs": list(archs),
@@ -100,14 +92,26 @@ def load_all(folder: pathlib.Path, arch: str) -> int:
     """
     ahead = cache.Prebuilt(folder)
     names = {digest: entry for digest, entry in ahead.manifest["kernels"].items() if entry["arch"] == arch}
-    for job in jobs(ahead.manifest["models"], [arch]):
+    for job, launch in _needed(ahead.manifest["models"], [arch]):
         if job.digest in names:
-            kernels.load(_launch(job), arch)
+            kernels.load(launch, arch)
     return len(names)
 
 
+def _needed(models: Sequence[str], archs: Sequence[str]) -> list[tuple[Job, Launch]]:
+    found: dict[str, tuple[Job, Launch]] = {}
+    for op in operators():
+        wanted = [workload for workload in op.workloads if workload.model in models]
+        for launch, label in op.shape_classes(wanted).items():
+            for arch in archs:
+                name = cache.digest(launch, arch)
+                found.setdefault(name, (Job(op.name, label, str(launch), name, arch), launch))
+    return list(found.values())
+
+
 def _launch(job: Job) -> Launch:
-    op = next(op for op in operators() if op.name == job.operator)
+    """In a worker process: the launch that a job names."""
+    op = find(job.operator)
     for launch in op.shape_classes([workload for workload in op.workloads if workload.label == job.label]):
         if cache.digest(launch, job.arch) == job.digest:
             return launch
@@ -125,20 +129,3 @@ def _build(job: Job, folder: pathlib.Path) -> Built:
         message = f"{type(error).__name__}: {error}".splitlines()
         return Built(job, "", time.perf_counter() - start, "\n".join(message[:40]))
     return Built(job, file.relative_to(folder).as_posix(), time.perf_counter() - start)
-
-
-def revision() -> str:
-    """Git revision of this checkout, or ``unknown`` outside one."""
-    root = pathlib.Path(__file__).resolve().parents[2]
-    return _output(["git", "-C", str(root), "describe", "--always", "--dirty"]) or "unknown"
-
-
-def _nvcc() -> str:
-    return next((line for line in _output(["nvcc", "--version"]).splitlines() if "release" in line), "unknown")
-
-
-def _output(command: list[str]) -> Any:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""

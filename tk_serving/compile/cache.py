@@ -17,6 +17,7 @@ import logging
 import os
 import pathlib
 import tempfile
+from collections.abc import Iterable
 from typing import Any
 
 from tk_serving.compile.targets import PASS_CONFIGS
@@ -37,15 +38,21 @@ class CacheRefusedError(ValueError):
 def fingerprint() -> dict[str, str]:
     """What a compiled kernel depends on besides its launch and architecture."""
     package = pathlib.Path(__file__).resolve().parents[1]
-    sources = hashlib.sha256(json.dumps(PASS_CONFIGS, sort_keys=True).encode())
     # Kernels take constants from the contracts' helpers beside them, so a family counts whole.
-    for file in sorted(file for kernels in package.glob("*/kernels") for file in kernels.parent.rglob("*.py")):
-        sources.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    families = [kernels.parent for kernels in package.glob("*/kernels")]
     return {
-        "kernels": sources.hexdigest(),
+        "kernels": source_digest(package, families, json.dumps(PASS_CONFIGS, sort_keys=True)),
         "tilelang": importlib.metadata.version("tilelang"),
         "apache-tvm-ffi": importlib.metadata.version("apache-tvm-ffi"),
     }
+
+
+def source_digest(root: pathlib.Path, folders: Iterable[pathlib.Path], *more: str) -> str:
+    """Hash of every Python file in the folders, with its place below ``root``, and of further texts."""
+    sources = hashlib.sha256("".join(more).encode())
+    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
+        sources.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    return sources.hexdigest()
 
 
 def digest(launch: Launch, arch: str) -> str:

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
-from tk_serving import dispatch
 from tk_serving.operator import tensors_of
+from tk_serving_patches import calls
+from tk_serving_patches.calls import left_to_engine
+
+__all__ = ["left_to_engine", "on", "refusal"]
 
 
 def on(platform: str) -> Callable[[], str | None]:
@@ -25,32 +28,6 @@ def on(platform: str) -> Callable[[], str | None]:
 
 
 def refusal(function: Any, *args: Any, device: torch.device | None = None, **kwargs: Any) -> str | None:
-    """Why vLLM's own code has to run a call of an operator, or None.
-
-    On CPU the torch references of the operators run: the CPU build of vLLM is the place to try and test the plugin.
-
-    Args:
-        function: the public function of the operator.
-        args: its arguments; meta tensors will do.
-        device: where the call would run, if not on the device of the arguments.
-        kwargs: its keyword arguments.
-    """
-    op = function.operator
-    bound = op.bind(*args, **kwargs)
-    device = device or next(tensors_of(bound)).device
-    try:
-        plan = op.plan(*bound)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    if device.type == "cpu":
-        return None
-    decision = dispatch.decide(op, plan, device)
-    return None if decision.implementation == dispatch.KERNEL else decision.reason
-
-
-@torch.compiler.assume_constant_result
-def left_to_engine(operators: tuple[str, ...], reason: str) -> bool:
-    """Count a call that vLLM's own code runs; in code that ``torch.compile`` traces, once for each trace."""
-    for name in operators:
-        dispatch.count(name, dispatch.Decision(dispatch.ENGINE, reason))
-    return True
+    """:func:`tk_serving_patches.calls.refusal`, on the device of the arguments unless another is named."""
+    device = device or next(tensors_of((args, kwargs))).device
+    return calls.refusal(function, device, *args, **kwargs)

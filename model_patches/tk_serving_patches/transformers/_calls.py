@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from tk_serving import dispatch
 from tk_serving.config import settings
 from tk_serving.operator import tensors_of
+from tk_serving_patches import calls
 
 _left: Counter[tuple[str, str]] = Counter()
 
@@ -38,9 +38,7 @@ def left() -> dict[tuple[str, str], int]:
 def _leave(name: str, operators: tuple[str, ...], reason: str) -> bool:
     # In code that torch.compile traces this runs once for each trace.
     _left[name, reason] += 1
-    for operator in operators:
-        dispatch.count(operator, dispatch.Decision(dispatch.ENGINE, reason))
-    return True
+    return calls.left_to_engine(operators, reason)
 
 
 def verdict(check: Callable[..., str | None]) -> Callable[..., str | None]:
@@ -62,27 +60,9 @@ def verdict(check: Callable[..., str | None]) -> Callable[..., str | None]:
 
 
 def refusal(function: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> str | None:
-    """Why transformers' own code has to run a call of an operator, or None.
-
-    CPU tensors run the torch reference, so that everything can be tried and tested without a GPU.
-
-    Args:
-        function: the public function of the operator.
-        device: where the call would run.
-        args: its arguments, with meta tensors.
-        kwargs: its keyword arguments.
-    """
-    op = function.operator  # type: ignore[attr-defined]
-    bound = op.bind(*args, **kwargs)
-    assert next(tensors_of(bound)).device.type == "meta"
-    try:
-        plan = op.plan(*bound)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    decision = dispatch.decide(op, plan, device)
-    if device.type == "cpu" and op.name not in settings.disable:
-        return None
-    return None if decision.implementation == dispatch.KERNEL else decision.reason
+    """:func:`tk_serving_patches.calls.refusal` of meta tensors: a verdict depends on shapes and dtypes alone."""
+    assert next(tensors_of((args, kwargs))).device.type == "meta"
+    return calls.refusal(function, device, *args, **kwargs)
 
 
 def rows_dtype(x: torch.Tensor) -> torch.dtype:
