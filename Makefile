@@ -1,22 +1,22 @@
 # Everything here sets itself up: on a machine with Python 3.11+, g++ and a network, `make demo` and `make test` just run.
-VENV ?= .venv
-PY := $(VENV)/bin/python
-JOBS ?= 2
 ENGINE ?= vllm
-PYTEST := $(PY) -m pytest -q
+VENV ?= .venv$(patsubst %,-%,$(filter-out vllm,$(ENGINE)))
+PY = $(VENV)/bin/python
+JOBS ?= 2
+PYTEST = $(PY) -m pytest -q
 export TK_SERVING_SIMULATOR_CACHE ?= $(CURDIR)/.cache/simulator
 export TILELANG_CACHE_DIR ?= $(CURDIR)/.cache/tilelang
 export TILELANG_PRINT_ON_COMPILATION ?= 0
 
-.PHONY: help setup demo test lint types unit ring2 engine transformers gpu clean
+.PHONY: help setup demo test lint types unit ring2 engine sglang transformers docs images gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-setup:  ## make the virtual environment (done by the other targets when needed)
-	@PYTHON="$(PYTHON)" tools/setup.sh $(VENV) vllm
+setup:  ## make the virtual environment (done by the other targets when needed); ENGINE=sglang makes that of SGLang
+	@PYTHON="$(PYTHON)" tools/setup.sh $(VENV) $(ENGINE)
 
-demo: setup  ## serve a tiny DeepSeek-V3 with and without the flag and compare
+demo: setup  ## serve a tiny DeepSeek-V3 with and without the flag and compare; ENGINE=sglang on SGLang
 	@$(PY) -m tk_serving.cli demo --engine $(ENGINE) $(if $(SIMULATE),--simulate)
 
 test: setup lint types unit ring2 engine  ## everything that needs no GPU
@@ -36,12 +36,24 @@ ring2: setup  ## ring 2: the generated CUDA, simulated on the CPU and compiled f
 
 engine: setup  ## the real engines on this CPU
 	$(PYTEST) tests -m "engine and not gpu"
+	@$(MAKE) --no-print-directory sglang
+
+sglang: override ENGINE = sglang
+sglang: override VENV = .venv-sglang
+sglang: setup  ## SGLang on this CPU: layers and the engine, in an environment of its own
+	$(PYTEST) tests/sglang -m "not gpu"
 
 transformers: setup  ## the transformers patches on every tested version of transformers (minutes for each)
 	$(PY) tests/transformers/matrix.py
+
+docs: setup  ## write the generated sections of the documentation
+	$(PY) tools/docs.py
+
+images: setup  ## build the CPU variant of an engine's image and ask it (root, buildah, debootstrap; ten minutes)
+	$(PY) tools/images.py $(ENGINE)
 
 gpu:  ## ring 3, on a GPU host: the kernels against the references on the device
 	$(PYTEST) tests/gpu -m gpu $(if $(RECORD),--record $(RECORD))
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) .cache dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-sglang .cache dist build .pytest_cache .mypy_cache .ruff_cache

@@ -21,6 +21,11 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return total.float()
 
 
+def wide(x: Tensor) -> Tensor:
+    """float32, or float64 as it is: references that use it also serve for gradient checks."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def sqrt(x: Tensor) -> Tensor:
     """float32 square root, correctly rounded on any device; torch's own may miss the last bit on a CPU."""
     return x.double().sqrt().float()

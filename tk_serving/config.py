@@ -33,6 +33,17 @@ class Settings(BaseSettings):
     local_cache: str = Field(
         default="", description="folder of kernels compiled here; empty: below the user's cache folder"
     )
+    log: Literal["", "api"] = Field(
+        default="", description="`api`: write shapes and dtypes of every call to stderr before it is launched"
+    )
+    experts: Literal["upcast", "resident", "stock"] = Field(
+        default="upcast",
+        description="FP4 experts in FP8 on Hopper: `upcast` one layer at a time, `resident` FP8 weights beside FP4, `stock`",
+    )
+    experts_min_tokens: int = Field(
+        default=0, ge=0, description="tokens of a step from which on FP4 experts run in FP8; 0: as measured"
+    )
+    nvtx: bool = Field(default=False, description="an NVTX range around every call, for Nsight Systems")
     print_kernel_source: bool = Field(
         default=False, description="print the generated CUDA of every kernel that is built"
     )

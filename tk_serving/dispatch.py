@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tk_serving import tracing
 from tk_serving.config import settings
 from tk_serving.plan import Existing, Given, Out, Plan
 
@@ -72,7 +73,7 @@ def decide(op: Operator, plan: Plan, device: torch.device) -> Decision:
     return _KERNEL
 
 
-def run(op: Operator, plan: Plan, args: tuple, device: torch.device, implementation: str = "") -> list[Tensor | None]:
+def _run(op: Operator, plan: Plan, args: tuple, device: torch.device, implementation: str = "") -> list[Tensor | None]:
     """Allocate the outputs, run the chosen (or the named) implementation; results in the order of ``plan.outputs``.
 
     A call whose implementation is named (comparisons in tests and benchmarks) is not counted.
@@ -106,6 +107,9 @@ def run(op: Operator, plan: Plan, args: tuple, device: torch.device, implementat
         for launch in plan.launches:
             kernels.load(launch, arch)(*launch.arguments(buffers, *args))
     return outputs
+
+
+run = tracing.traced(_run)  # _run itself unless TK_SERVING_LOG or TK_SERVING_NVTX ask for more
 
 
 def count(operator: str, decision: Decision) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import pathlib
 import shutil
 import subprocess
+import sys
 
 
 def output(command: list[str]) -> str:
@@ -16,10 +19,29 @@ def output(command: list[str]) -> str:
         return ""
 
 
+def nvcc() -> str:
+    """The CUDA compiler as TileLang finds it: of ``CUDA_HOME``, on PATH, or of NVIDIA's PyPI packages; may be empty."""
+    if home := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        return shutil.which(os.path.join(home, "bin", "nvcc")) or ""
+    packaged = (str(file) for site in sys.path for file in pathlib.Path(site or ".").glob("nvidia/cu*/bin/nvcc"))
+    return shutil.which("nvcc") or next(packaged, "")
+
+
 def nvcc_version() -> str:
-    """The line of ``nvcc --version`` that has the release; empty without an nvcc in CUDA_HOME or on PATH."""
-    nvcc = os.path.join(os.environ["CUDA_HOME"], "bin", "nvcc") if os.environ.get("CUDA_HOME") else shutil.which("nvcc")
-    return next((line for line in output([nvcc, "--version"]).splitlines() if "release " in line), "") if nvcc else ""
+    """The line of ``nvcc --version`` that has the release; empty without an nvcc."""
+    return next((line for line in output([nvcc(), "--version"]).splitlines() if "release " in line), "")
+
+
+@functools.cache
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA version that the installed driver supports; None without a driver. Creates no context."""
+    try:
+        driver, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+            return None
+    except OSError:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
 
 
 def revision() -> str:

@@ -1,4 +1,4 @@
-"""Call counters of a server with several processes.
+"""Counters of a server with several processes: operator calls, and kernels that had to be compiled.
 
 Every process that runs operators writes what it counted, and what it reports of its call sites, to a file of its own
 in ``TK_SERVING_STATE_DIR``; whoever wants the sum reads the folder. :class:`Collector` shows it to Prometheus.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tk_serving import dispatch
+from tk_serving.compile import kernels
 
 INTERVAL_S = 1.0
 _PREFIX = "tk-serving-"
@@ -50,6 +51,7 @@ class _Writer:
             "pid": self.pid,
             "process": multiprocessing.current_process().name,
             "counters": dispatch.counters(),
+            "compilations": kernels.compilations(),
             "sites": self._sites(),
         }
         text = json.dumps(state)
@@ -92,7 +94,7 @@ def flush() -> None:
 
 
 def states(folder: str) -> list[dict[str, Any]]:
-    """What every process shares: ``pid``, ``process``, ``counters`` and ``sites``."""
+    """What every process shares: ``pid``, ``process``, ``counters``, ``compilations`` and ``sites``."""
     found = []
     for path in sorted(Path(folder).glob(f"{_PREFIX}*.json")):
         try:
@@ -114,6 +116,17 @@ def totals(folder: str) -> list[dict[str, Any]]:
     ]
 
 
+def compilations(folder: str) -> list[dict[str, Any]]:
+    """Kernels compiled by all processes, in the form of :func:`tk_serving.compile.kernels.compilations`."""
+    count: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
+    for state in states(folder):
+        for row in state.get("compilations", ()):
+            count[row["kernel"]] += row["compilations"]
+            seconds[row["kernel"]] += row["seconds"]
+    return [{"kernel": kernel, "compilations": count[kernel], "seconds": seconds[kernel]} for kernel in sorted(count)]
+
+
 def clear(folder: str) -> None:
     """Remove the files of processes that have ended, so that an earlier run is not counted."""
     for path in Path(folder).glob(f"{_PREFIX}*.json"):
@@ -123,18 +136,49 @@ def clear(folder: str) -> None:
 
 
 class Collector:
-    """A collector for ``prometheus_client``: ``tk_serving_calls_total{operator, implementation, reason}``."""
+    """A collector for ``prometheus_client``; :meth:`describe` names the metrics.
+
+    ``tk_serving_fallbacks_total`` repeats those calls of ``tk_serving_calls_total`` that no kernel ran, for alerts that
+    know nothing of implementations.
+    """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
-    def collect(self) -> Iterator[Any]:
+    def describe(self) -> list[Any]:
+        """The metrics without samples. ``prometheus_client`` asks at registration."""
         from prometheus_client.core import CounterMetricFamily
 
-        labels = ("operator", "implementation", "reason")
-        family = CounterMetricFamily(
-            "tk_serving_calls", "Operator calls by implementation; a replayed CUDA graph counts once", labels=labels
-        )
+        calls = ("operator", "implementation", "reason")
+        return [
+            CounterMetricFamily(
+                "tk_serving_calls", "Operator calls by implementation; a replayed CUDA graph counts once", labels=calls
+            ),
+            CounterMetricFamily(
+                "tk_serving_fallbacks",
+                "Operator calls that ran the engine's code or the torch reference instead of a kernel",
+                labels=("operator", "reason"),
+            ),
+            CounterMetricFamily(
+                "tk_serving_jit_compilations",
+                "Kernels compiled while serving, not built ahead",
+                labels=("kernel",),
+            ),
+            CounterMetricFamily(
+                "tk_serving_jit_compilation_seconds", "Time that those compilations took", labels=("kernel",)
+            ),
+        ]
+
+    def collect(self) -> Iterator[Any]:
+        calls, fallbacks, compiled, seconds = self.describe()
+        without_kernel: Counter[tuple[str, str]] = Counter()
         for row in totals(self._folder):
-            family.add_metric([row[label] for label in labels], row["calls"])
-        yield family
+            calls.add_metric([row["operator"], row["implementation"], row["reason"]], row["calls"])
+            if row["implementation"] in (dispatch.REFERENCE, dispatch.ENGINE):
+                without_kernel[row["operator"], row["reason"]] += row["calls"]
+        for labels, count in sorted(without_kernel.items()):
+            fallbacks.add_metric(labels, count)
+        for row in compilations(self._folder):
+            compiled.add_metric([row["kernel"]], row["compilations"])
+            seconds.add_metric([row["kernel"]], row["seconds"])
+        yield from (calls, fallbacks, compiled, seconds)

@@ -63,6 +63,8 @@ class Operator:
     traffic: Callable[..., int] | None
     finish: Callable[..., Any] | None
     verify: Callable[..., None] | None
+    unspecified: Callable[..., None] | None = None
+    moves_data: bool = False
     aliases: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     parameters: tuple[_Parameter, ...] = field(default=(), repr=False)
@@ -242,6 +244,8 @@ def operator(
     traffic: Callable[..., int] | None = None,
     finish: Callable[..., Any] | None = None,
     verify: Callable[..., None] | None = None,
+    unspecified: Callable[..., None] | None = None,
+    moves_data: bool = False,
     aliases: Sequence[str] = (),
     peers: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Any]:
@@ -264,6 +268,9 @@ def operator(
         verify: ``verify(*public arguments)`` raises ValueError for invalid tensor contents (indices out of range,
             scales that are no powers of two). Called with ``TK_SERVING_CHECK=1`` only, as it synchronises; without
             it such contents have a defined, memory-safe result.
+        unspecified: ``unspecified(results, *public arguments)`` overwrites, for tests and benchmarks, whatever the
+            contract leaves open in the results of one call, so that only the rest of them is compared.
+        moves_data: the operator does little but move data: benchmarks hold it to the bandwidth of a copy.
         aliases: further names of the public function, in the family and among the references.
         peers: implementations of others that benchmarks compare with: ``"<engine>"`` or ``"<engine>:<function>"``, a
             function of ``tk_serving.bench.peers.<engine>``; by default the one of the operator's name.
@@ -290,6 +297,8 @@ def operator(
             traffic=traffic,
             finish=finish,
             verify=verify,
+            unspecified=unspecified,
+            moves_data=moves_data,
             aliases=tuple(aliases),
             peers=tuple(peers),
             parameters=parameters,

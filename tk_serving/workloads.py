@@ -5,6 +5,7 @@ Shapes are the published configurations of the checkpoints, under the checkpoint
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,12 @@ def serving(
         if params is not None:
             found += [Workload(f"{model.name}-{phase}", params, tokens, model.key) for phase, tokens in PHASES.items()]
     return tuple(found)
+
+
+def at_one_size(workloads: Iterable[Workload]) -> tuple[Workload, ...]:
+    """A decode and a prefill size of each, for variants that are built but of which one row tells enough."""
+    sizes = (64, 4096)
+    return tuple(dataclasses.replace(one, tokens=tuple(t for t in one.tokens if t in sizes)) for one in workloads)
 
 
 class Maker:

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Make or complete the virtual environment that the demo and the tests run in.
 #
-#   tools/setup.sh VENV [core|vllm]
+#   tools/setup.sh VENV [core|vllm|sglang]
 #
 # core: torch, TileLang, this package (editable), test tools. vllm: core plus the vLLM engine: the CPU build on a
-# machine without an NVIDIA GPU, else the CUDA wheel. Does nothing when VENV is already complete for this revision of the
-# requirements.
+# machine without an NVIDIA GPU, else the CUDA wheel. sglang: the SGLang engine, whose pins exclude vLLM's, and what its
+# tests need: without a GPU with stand-ins for what it imports and does not call, else as its wheel asks. Does nothing
+# when VENV is already complete for this revision of the requirements.
 set -euo pipefail
 
-venv=${1:?usage: tools/setup.sh VENV [core|vllm]}
+venv=${1:?usage: tools/setup.sh VENV [core|vllm|sglang]}
 profile=${2:-vllm}
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
@@ -29,7 +30,7 @@ find_python() {
 device=cpu
 if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=cuda; fi
 
-stamp="$venv/.ready-$profile-$device-$(cat requirements/*.txt pyproject.toml tools/setup.sh | sha256sum | cut -c1-16)"
+stamp="$venv/.ready-$profile-$device-$(cat requirements/*.txt pyproject.toml tools/setup.sh $(find tools/*/ -type f | sort) | sha256sum | cut -c1-16)"
 [ -e "$stamp" ] && exit 0
 
 if [ ! -x "$venv/bin/python" ]; then
@@ -46,6 +47,15 @@ if [ "$device" = cuda ] && [ "$profile" = vllm ]; then
     echo "setup: installing vLLM 0.33.0 (CUDA) into $venv ..."
     pip install -q "vllm==0.33.0"
     pip install -q -r requirements/dev.txt
+elif [ "$device" = cuda ] && [ "$profile" = sglang ]; then
+    echo "setup: installing SGLang 0.5.23 (CUDA) into $venv ..."
+    pip install -q "sglang==0.5.23" pytest pytest-timeout hatchling safetensors pydantic-settings typer rich
+elif [ "$profile" = sglang ]; then
+    echo "setup: installing SGLang 0.5.23 (CPU) and what it imports into $venv, about 130 packages ..."
+    # Python compiles what it imports; compiling all that is installed here takes longer than installing it.
+    pip install -q --no-compile "torch==2.13.0" -r requirements/sglang-cpu.txt
+    pip install -q --no-compile --no-deps "sglang==0.5.23"
+    pip install -q --no-deps --no-build-isolation ./tools/sglang_cpu
 else
     torch="torch==2.13.0"
     echo "setup: installing torch and TileLang into $venv ..."

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import atexit
-import copy
 import functools
 import importlib.metadata
 import logging
 import os
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import tk_serving
 from tk_serving import metrics
-from tk_serving.compile import cache
 from tk_serving.config import settings
-from tk_serving_patches import Ledger
+from tk_serving_patches import Ledger, server
+from tk_serving_patches.server import kernel_uuid, refuse, share_log_handlers, share_state
 from tk_serving_patches.vllm import MODELS
-from tk_serving_vllm import flag, report
+from tk_serving_vllm import flag, report, table, warm
 
 TESTED = {"cpu": "0.32", "cuda": "0.33"}
 """The tested release of vLLM for each platform: no other is accepted."""
+
+TABLE = "tk_serving_table"
+"""``additional_config={"tk_serving_table": False}`` runs our operators also where the record says vLLM's are faster."""
 
 log = logging.getLogger("vllm.tk_serving")  # below vLLM's logger, whose handlers it shares
 ledger = Ledger()
@@ -35,15 +33,13 @@ def prepare(engine_args: Any) -> None:
     Raises:
         RuntimeError: the flag cannot be honoured; the message has every reason.
     """
-    _refuse(problems())
+    refuse(problems())
     engine_args.additional_config = {
         **engine_args.additional_config,
         flag.KEY: "tilekernels",
         "tk_serving": f"{tk_serving.__version__}+{kernel_uuid()}",
     }
-    if _platform() == "cuda":
-        engine_args.compilation_config = _with_silu_and_mul(engine_args.compilation_config)
-    _share_state()
+    report.expose(share_state())
 
 
 def check_model(vllm_config: Any) -> None:
@@ -52,9 +48,19 @@ def check_model(vllm_config: Any) -> None:
     Raises:
         RuntimeError: no table for the model's class.
     """
-    architecture = _architecture(vllm_config)
-    if architecture not in MODELS:
-        _refuse([f"no call sites are known for {architecture}; known models: {', '.join(MODELS)}"])
+    server.check_model(_architecture(vllm_config), MODELS)
+
+
+def complete(vllm_config: Any) -> None:
+    """What depends on the model, once vLLM has read its configuration.
+
+    Raises:
+        RuntimeError: no table for the model's class.
+    """
+    check_model(vllm_config)
+    _choose_table(vllm_config)
+    if _platform() == "cuda" and not table.verdict("swiglu")[0]:
+        _use_silu_and_mul(vllm_config.compilation_config)
 
 
 def follow(vllm_config: Any) -> None:
@@ -66,26 +72,33 @@ def follow(vllm_config: Any) -> None:
     ledger.revert()
     if flag.backend(vllm_config.additional_config) != "tilekernels":
         return
-    from tk_serving_vllm.sites import SITES
+    from tk_serving_vllm.sites import SITES, _handed_over
 
-    _refuse(problems())
+    refuse(problems())
     check_model(vllm_config)
-    _share_log_handlers()
-    wanted = MODELS[_architecture(vllm_config)]
-    for site in SITES:
-        skip = "" if site.name in wanted else f"no call in {_architecture(vllm_config)}"
-        ledger.apply(site, disabled=settings.disable, skip=skip, status="not used")
-    rows = ledger.rows()
-    log.info("tk-serving %s in this worker:\n%s", tk_serving.__version__, report.table(rows))
-    if not any(row.status in ("patched", "switched off") for row in rows):
-        _refuse(sorted({f"{row.site}: {row.reason}" for row in rows}))
+    _handed_over.forget()
+    _choose_table(vllm_config)
+    share_log_handlers(logging.getLogger("vllm"), "tk_serving_vllm")
+    architecture = _architecture(vllm_config)
+    warm.start()
+    ledger.apply(warm.SITE)
+    rows = server.apply_all(ledger, SITES, architecture, MODELS[architecture], table.verdict)
+    log.info("tk-serving %s in this worker:\n%s", tk_serving.__version__, server.table(rows))
     if settings.state_dir:
-        metrics.publish(settings.state_dir, functools.partial(report.as_dicts, ledger))
+        metrics.publish(settings.state_dir, functools.partial(server.as_dicts, ledger))
+
+
+def _choose_table(vllm_config: Any) -> None:
+    """Measurements count on the platform that they were made on, unless the configuration says otherwise."""
+    config = vllm_config.model_config.hf_text_config
+    if _platform() == "cuda" and vllm_config.additional_config.get(TABLE, True):
+        table.choose(config.hidden_size, getattr(config, "n_routed_experts", 0))
+    else:
+        table.forget()
 
 
 def problems() -> list[str]:
     """Every reason why the flag cannot be honoured in this environment."""
-    from tk_serving import operator
     from tk_serving_vllm.sites import SITES
 
     found = []
@@ -103,24 +116,8 @@ def problems() -> list[str]:
         capability = current_platform.get_device_capability()
         if capability is not None and tuple(capability) < (9, 0):
             found.append(f"compute capability {'.'.join(map(str, capability))} is below 9.0")
-    known = {op.name for op in operator.operators()} | {site.name for site in SITES}
-    unknown = sorted(settings.disable - known)
-    if unknown:
-        found.append(f"TK_SERVING_DISABLE names {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    found += server.unknown_names(SITES)
     return found
-
-
-@functools.cache
-def kernel_uuid() -> str:
-    """Twelve hexadecimal digits that change with any code that computes results."""
-    root = Path(tk_serving.__file__).parent
-    return cache.source_digest(root, [root])[:12]
-
-
-def _refuse(reasons: list[str]) -> None:
-    if reasons:
-        lines = "".join(f"\n  - {reason}" for reason in reasons)
-        raise RuntimeError(f"--kernel-backend tilekernels cannot be honoured:{lines}")
 
 
 def _architecture(vllm_config: Any) -> str:
@@ -143,39 +140,11 @@ def _vllm_version() -> tuple[str, str]:
     return "unknown", "vllm"
 
 
-def _with_silu_and_mul(compilation_config: Any) -> Any:
+def _use_silu_and_mul(compilation_config: Any) -> None:
     """Have vLLM call its SwiGLU operator, which we override, where Inductor would otherwise compile torch code.
 
-    It is vLLM's own switch, and keeps vLLM's fusion of SwiGLU with the quantisation that follows.
+    It is vLLM's own switch, and keeps vLLM's fusion of SwiGLU with the quantisation that follows. Where vLLM's code is
+    faster by the table, compiled code stays as it is.
     """
-    if {"+silu_and_mul", "-silu_and_mul"} & set(compilation_config.custom_ops):
-        return compilation_config
-    changed = copy.copy(compilation_config)
-    changed.custom_ops = [*compilation_config.custom_ops, "+silu_and_mul"]
-    return changed
-
-
-def _share_state() -> None:
-    """Give the processes of this server a folder for their counters, and show it at ``/metrics``."""
-    if not settings.state_dir:
-        settings.state_dir = tempfile.mkdtemp(prefix="tk-serving-")
-        os.environ["TK_SERVING_STATE_DIR"] = settings.state_dir
-        atexit.register(_remove, settings.state_dir, os.getpid())
-    metrics.clear(settings.state_dir)
-    report.expose(settings.state_dir)
-
-
-def _remove(folder: str, pid: int) -> None:
-    if os.getpid() == pid:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _share_log_handlers() -> None:
-    """Show what tk-serving logs in vLLM's log."""
-    theirs = logging.getLogger("vllm")
-    for name in ("tk_serving", "tk_serving_patches", "tk_serving_vllm"):
-        ours = logging.getLogger(name)
-        if not ours.handlers:
-            ours.handlers = list(theirs.handlers)
-            ours.setLevel(theirs.level)
-            ours.propagate = False
+    if not {"+silu_and_mul", "-silu_and_mul"} & set(compilation_config.custom_ops):
+        compilation_config.custom_ops = [*compilation_config.custom_ops, "+silu_and_mul"]

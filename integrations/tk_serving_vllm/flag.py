@@ -78,7 +78,7 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
         activate.prepare(self)
         config = original(self, *args, **kwargs)
-        activate.check_model(config)
+        activate.complete(config)
         install_worker_hook()
         return config
 

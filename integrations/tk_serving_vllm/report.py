@@ -1,29 +1,15 @@
-"""What became of every call site: a table in the log of each worker, and counters at ``/metrics``."""
+"""The counters of all workers at ``/metrics``."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tk_serving.metrics import Collector
-from tk_serving_patches import Function, Ledger, Row, Site
+from tk_serving_patches import Function, Ledger, Site
 
 _ledger = Ledger()
 _collectors: dict[str, Collector] = {}
-
-
-def table(rows: Sequence[Row]) -> str:
-    """The rows as an aligned text table."""
-    cells = [("site", "operator", "status", "reason"), *(dataclasses.astuple(row) for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(4)]
-    return "\n".join(
-        "  " + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells
-    )
-
-
-def as_dicts(ledger: Ledger) -> list[dict[str, str]]:
-    return [dataclasses.asdict(row) for row in ledger.rows()]
 
 
 def expose(folder: str) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from tk_serving import dispatch
 from tk_serving.config import settings
+from tk_serving.operator import tensors_of
 
 
 def refusal(function: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> str | None:
@@ -32,6 +33,12 @@ def refusal(function: Callable[..., Any], device: torch.device, *args: Any, **kw
         return None
     decision = dispatch.decide(op, plan, device)
     return None if decision.implementation == dispatch.KERNEL else decision.reason
+
+
+def refusal_here(function: Any, *args: Any, device: torch.device | None = None, **kwargs: Any) -> str | None:
+    """:func:`refusal` on the device of the arguments, unless another is named."""
+    device = device or next(tensors_of((args, kwargs))).device
+    return refusal(function, device, *args, **kwargs)
 
 
 @torch.compiler.assume_constant_result

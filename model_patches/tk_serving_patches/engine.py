@@ -202,13 +202,25 @@ class Ledger:
     def _check_sources(self, site: Site) -> None:
         for patch in site.patches:
             if isinstance(patch, Function):
-                # A wrapper's globals tell where its code lives; functools.wraps copies only its name.
-                lives = getattr(_plain(_locate(patch.target)[2]), "__globals__", {}).get("__name__", patch.target)
+                lives = _home(_plain(_locate(patch.target)[2])) or patch.target
                 if lives.partition(".")[0] != patch.target.partition(".")[0]:
                     raise _UnsuitableError(f"{patch.target} was already replaced by {lives}")
         if site.sources and site.fingerprint() not in site.sources.values():
             tested = ", ".join(site.sources)
             raise _UnsuitableError(f"the source of {site.patches[0].target} differs from what was tested ({tested})")
+
+
+def _home(function: Any) -> str:
+    """The module that a function's code lives in: other code's, if that has wrapped it.
+
+    functools.wraps copies only a wrapper's name, not its globals. Decorators of torch (no_grad, compile) replace
+    nothing.
+    """
+    home = getattr(function, "__globals__", {}).get("__name__", "")
+    while home.partition(".")[0] == "torch" and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+        home = getattr(function, "__globals__", {}).get("__name__", "")
+    return home
 
 
 def fingerprint(*functions: Callable[..., Any]) -> str:

@@ -6,9 +6,29 @@ Names are those of :mod:`tk_serving_vllm.sites`. V3 is built from the classes of
 from __future__ import annotations
 
 ROUTED = ("routing", "routed-experts", "routed-experts-triton", "routed-experts-deepgemm")
-DENSE = ("swiglu", "swiglu-quant")
+DENSE = ("linear-input", "group-cast", "swiglu", "swiglu-quant")
+HYPER_CONNECTIONS = ("mhc-pre-broadcast", "mhc-pre", "mhc-post-pre", "mhc-post", "mhc-head")
+DELAYED = ("mhc-pre-delayed", "mhc-post-pre-delayed", "mhc-post", "engram-gate")
+BIASED = (
+    "routing",
+    "routing-biased",
+    "routed-experts",
+    "routed-experts-marlin",
+    "routed-experts-deepgemm",
+    "fp4-experts",
+)
 
 MODELS: dict[str, tuple[str, ...]] = {
     "DeepseekV2ForCausalLM": ROUTED + DENSE,
     "DeepseekV3ForCausalLM": ROUTED + DENSE,
+    "DeepseekV32ForCausalLM": ROUTED + DENSE,
+    "DeepseekV41ForCausalLM": (*DELAYED, "routing-biased", "routed-experts-marlin", "swiglu-clamp", "shared-experts"),
+    "DeepseekV4ForCausalLM": (
+        *HYPER_CONNECTIONS,
+        "linear-input",
+        "group-cast",
+        *BIASED,
+        "swiglu-clamp",
+        "shared-experts",
+    ),
 }

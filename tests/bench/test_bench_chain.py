@@ -1,12 +1,15 @@
 """A decoder layer: what both sides can run is timed, the rest is named."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from tk_serving.bench import peers
 from tk_serving.bench.chain import CHAINS, Chain, Layer, Part, Step
 from tk_serving.bench.implementations import Bench
-from tk_serving.operator import operators
+from tk_serving.bench.routing import routing
+from tk_serving.operator import find, operators
 from tk_serving.workloads import MODELS
 
 
@@ -48,6 +51,52 @@ def test_several_operators_as_one_step_of_the_engine(chain, monkeypatch):
     assert row.steps[0]["ours"] == "equal"
     assert row.steps[0]["engine"] is None
     assert seen[0] == (8, (8, 8))
+
+
+@pytest.mark.parametrize(("error", "kind"), [(0, "equal"), (1e-4, "close"), (1, "different")])
+def test_operators_that_feed_each_other(chain, monkeypatch, error, kind):
+    """Both sides take their own results on, and are compared with each other."""
+
+    def ours(gate, weights):
+        chosen = find("topk_gate").public(**gate)
+        return peers.PeerCall(lambda: chosen, lambda ids: (ids, gate["scores"].gather(1, ids)))
+
+    def joint(gate, weights):
+        both = ours(gate, weights).result(ours(gate, weights).run())
+        return peers.PeerCall(lambda: both, lambda found: (found[0], found[1] * (1 + error)))
+
+    monkeypatch.setattr(peers.engine_module("torch_ops"), "layer_router", joint, raising=False)
+    parts = (Part("topk_gate"), Part("normalize_weight"))
+    row = chain(Step("router", parts, {"torch_ops": "layer_router"}, ours))
+    assert row.left_out == {}
+    assert (row.steps[0]["ours"], row.steps[0]["engine"]) == ("equal", kind)
+    assert row.equal is (kind != "different")
+
+
+@pytest.mark.parametrize("name", ["v3:routing", "v4-flash:routing"])
+def test_routing_takes_its_own_results_on(monkeypatch, fake_timer, name):
+    """Compared, pair by pair of token and expert, with a shuffled copy of itself."""
+
+    def shuffled(gate, mapping, expand):
+        call = routing(gate, mapping, expand)
+
+        def run():
+            ids, weights, positions, (data, sf) = call.run()
+            order = torch.randperm(len(data))
+            at = torch.where(positions >= 0, order.argsort()[positions.long()], -1)
+            rows = data.view(torch.uint8)[order].view(data.dtype), sf[order]
+            return ids.flip(1), weights.flip(1), at.flip(1), rows
+
+        return peers.PeerCall(run, call.result)
+
+    monkeypatch.setattr(peers.engine_module("torch_ops"), "routing", shuffled, raising=False)
+    steps = tuple(dataclasses.replace(step, joint={"torch_ops": "routing"}) for step in CHAINS[name])
+    monkeypatch.setitem(CHAINS, name, steps)
+    row = Chain(name, "torch_ops", 2, Bench(fake_timer(2.0, 3.0), "cpu")).measure(2)
+    assert row.left_out == {}
+    assert (row.chain, row.ratio) == (name, 1.5)
+    assert row.steps[0]["operators"][1:] == ["get_fused_mapping", "expand_to_fused_and_cast"]
+    assert (row.steps[0]["ours"], row.steps[0]["engine"]) == ("equal", "equal")
 
 
 def test_parameters_can_be_changed(chain):
@@ -93,7 +142,7 @@ def test_a_failing_side_is_an_error_of_the_row(chain, monkeypatch):
 def test_chains_name_models_and_engine_functions_that_exist():
     keys = [model.key for model in MODELS]
     for name, steps in CHAINS.items():
-        assert name in keys
+        assert name.partition(":")[0] in keys
         for step in steps:
             for engine, function in step.joint.items():
                 assert callable(getattr(peers.engine_module(engine), function))
@@ -101,5 +150,4 @@ def test_chains_name_models_and_engine_functions_that_exist():
 
 def test_chains_use_declared_operators():
     parts = {part.operator for steps in CHAINS.values() for step in steps for part in step.parts}
-    # Left out of a run, and named there, until it is declared.
-    assert parts - {op.name for op in operators()} <= {"norm_forward_and_per_token_cast"}
+    assert parts <= {op.name for op in operators()}

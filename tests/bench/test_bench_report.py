@@ -93,7 +93,7 @@ class TestTerminal:
 
     def test_slow_rows_are_named(self, record, row):
         text = shown(record([row(us=2.0, factors=(("vllm", 0.9),))]))
-        assert "below 0.95: moe.topk_gate v3-decode tokens=64: 0.90 against vllm" in text
+        assert "missed: moe.topk_gate v3-decode tokens=64: 0.9 against vllm instead of 0.95" in text
 
     def test_mismatches_are_shown(self, record, row):
         one = row()

@@ -45,7 +45,12 @@ def copy(built, tmp_path) -> pathlib.Path:
 def _fresh(tmp_path, monkeypatch):
     saved = dict(settings)
     settings.local_cache = str(tmp_path / "local")
-    monkeypatch.setattr(kernels, "_kernels", {})
+    for name in ("_kernels", "_seconds"):
+        monkeypatch.setattr(kernels, name, {})
+    monkeypatch.setattr(kernels, "_missing", set())
+    monkeypatch.setattr(cache, "_refused", set())
+    cache._prebuilt.cache_clear()
+    cache._safe.cache_clear()
     yield
     for name, value in saved.items():
         setattr(settings, name, value)
@@ -108,10 +113,83 @@ def test_damaged_cache_is_refused(copy):
 
 def test_damaged_kernel_file_is_refused(copy):
     settings.kernel_cache = str(copy)
-    file = next((copy / ARCH).glob("*.so"))
-    file.write_bytes(file.read_bytes() + b"x")
+    _tamper(copy)
     with pytest.raises(cache.CacheRefusedError, match="missing or damaged"):
-        cache.Prebuilt(copy).find(_launch(), ARCH)
+        cache.Prebuilt(copy)
+    assert cache.find(_launch(), ARCH) is None
+
+
+def test_kernel_file_that_changes_while_the_cache_is_in_use_is_not_loaded(copy, caplog):
+    settings.kernel_cache, settings.jit = str(copy), "forbid"
+    assert cache.find(_launch(), ARCH) is not None
+    _tamper(copy)
+    with pytest.raises(kernels.KernelUnavailableError):
+        kernels.load(_launch(), ARCH)
+    assert "not used from now on" in caplog.text
+    assert cache.prebuilt() is None
+
+
+def _tamper(folder):
+    file = next((folder / ARCH).glob("*.so"))
+    file.write_bytes(file.read_bytes() + b"x")
+
+
+@pytest.mark.parametrize("place", [".", ARCH, cache.MANIFEST, "kernel", ".."])
+def test_cache_that_everybody_may_write_to_is_refused(copy, place):
+    settings.kernel_cache = str(copy)
+    assert cache.refusal() == ""
+    path = next((copy / ARCH).glob("*.so")) if place == "kernel" else (copy / place).resolve()
+    path.chmod(path.stat().st_mode | 0o002)
+    assert f"chmod o-w {path}" in cache.refusal()
+    assert cache.find(_launch(), ARCH) is None
+
+
+def test_sticky_parent_such_as_tmp_is_fine(copy):
+    copy.parent.chmod(0o1777)
+    assert cache.unsafe(copy) == ""
+
+
+@pytest.mark.parametrize("file", ["../{name}", "/tmp/{name}", "sm_90a/../../{name}", "sm_90a/other.so"])
+def test_manifest_cannot_name_other_files(copy, file):
+    manifest = json.loads((copy / cache.MANIFEST).read_text())
+    for entry in manifest["kernels"].values():
+        entry["file"] = file.format(name=pathlib.Path(entry["file"]).name)
+    (copy / cache.MANIFEST).write_text(json.dumps(manifest))
+    settings.kernel_cache = str(copy)
+    assert "is no kernel's name" in cache.refusal()
+
+
+def test_local_folder_that_everybody_may_write_to_is_replaced(tmp_path, caplog):
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o777)
+    settings.local_cache = str(folder)
+    replacement = cache.local()
+    assert replacement not in (folder, *folder.iterdir())
+    assert replacement.stat().st_mode & 0o077 == 0
+    assert f"chmod o-w {folder}" in caplog.text
+    assert cache.local() == replacement
+
+
+def test_the_disk_is_asked_once_for_a_missing_kernel(copy, monkeypatch):
+    settings.kernel_cache, settings.jit = str(copy), "forbid"
+    other = find("topk_gate").plan(torch.empty(4, 77, device="meta"), 3).launches[0]
+    asked = []
+    monkeypatch.setattr(cache, "find", lambda launch, arch: asked.append(launch))
+    reasons = {kernels.unavailable(other, ARCH) for _ in range(3)}
+    assert len(asked) == 1
+    assert "TK_SERVING_JIT=forbid" in reasons.pop()
+    settings.kernel_cache = str(copy / "another")
+    kernels.unavailable(other, ARCH)
+    assert len(asked) == 2, "another cache is asked again"
+
+
+def test_compilations_are_counted_with_their_seconds():
+    kernels.load(_launch(), ARCH)
+    kernels.load(_launch(), ARCH)
+    (row,) = kernels.compilations()
+    assert (row["kernel"], row["compilations"]) == ("moe.topk_gate", 1)
+    assert row["seconds"] > 0.1
 
 
 def test_digest_depends_on_launch_and_architecture():

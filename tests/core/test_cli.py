@@ -52,7 +52,18 @@ def test_env_shows_versions_and_settings():
 def test_doctor_finds_nothing_broken_here():
     done = tk_serving("doctor")
     assert done.returncode == 0, done.stdout
-    assert "TileLang" in done.stdout
+    assert "ok  packages" in done.stdout
+
+
+def test_doctor_as_json_has_a_mend_for_each_failure(tmp_path):
+    done = tk_serving("doctor", "--json", "--no-self-test", TK_SERVING_KERNEL_CACHE=str(tmp_path))
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert not report["ok"]
+    (failure,) = [finding for finding in report["findings"] if finding["status"] == "failed"]
+    assert failure["check"] == "prebuilt kernels"
+    assert "manifest.json is missing" in failure["detail"]
+    assert "tk-serving build" in failure["mend"]
 
 
 @pytest.mark.parametrize("command", ["env", "ops", "doctor", "demo"])

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from tk_serving import demo
-from tk_serving.demo import compare
+from tk_serving.demo import compare, engines
 from tk_serving.demo.server import Server, ServerError
 
 
@@ -49,7 +49,8 @@ def test_calls_are_read_from_the_metrics_page():
     assert compare.calls(page) == [{"implementation": "kernel", "operator": "topk_gate", "reason": "", "calls": 12}]
 
 
-ROWS = [{"operator": o, "implementation": "reference", "reason": "", "calls": 3} for o in demo.EXPECTED["cpu"]]
+EXPECTED = engines.find("vllm").EXPECTED["cpu"]
+ROWS = [{"operator": o, "implementation": "reference", "reason": "", "calls": 3} for o in EXPECTED]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,10 @@ def test_verdicts(tmp_path, difference, calls, none, why):
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({"engine": "other"}, "engine 'other': expected vllm"), ({"model": "v9"}, "model 'v9': expected one of v3")],
+    [
+        ({"engine": "other"}, "engine 'other': expected one of vllm, sglang"),
+        ({"model": "v9"}, "model 'v9': expected one of v3"),
+    ],
 )
 def test_wrong_options_fail_the_demo(capsys, options, why):
     assert demo.run(**options) == 1
@@ -180,7 +184,7 @@ def test_the_demo_succeeds(option, implementation):
     assert running.returncode == 0, output
     assert output.splitlines()[-1] == "demo: OK"
     assert float(re.search(r"Largest logprob difference: ([\d.]+)", output)[1]) < demo.LIMIT
-    for name in demo.EXPECTED["cpu"]:
+    for name in EXPECTED:
         assert re.search(rf"{name}\s+│\s+[1-9]\d*\s+│ {implementation}", output), output
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tk_serving import config
-from tk_serving.engram import engram_gate_bwd, engram_gate_bwd_packed, engram_gate_fwd
+from tk_serving.engram import engram_gate_bwd, engram_gate_bwd_packed, engram_gate_fwd, fused_weight, grad_w_reduce
 
 EPS = 1e-6
 
@@ -49,6 +49,39 @@ def test_against_float64_autograd(clamp):
     for got, want in zip(gradients, expected, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=2e-6)
     torch.testing.assert_close(partial.double().sum(0), expected_w, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("clamp", [1e-6, 0.9])
+def test_references_against_numerical_derivatives(clamp):
+    """gradcheck in float64 of the chain of all Engram references that are differentiated."""
+    fused, forward, backward, reduce = (
+        op.operator.reference for op in (fused_weight, engram_gate_fwd, engram_gate_bwd, grad_w_reduce)
+    )
+
+    class Gate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, k, v, weight_hidden, weight_embed):
+            weight = fused(weight_hidden, weight_embed)
+            output, *saved = forward(x, k, v, weight, EPS, clamp)
+            ctx.save_for_backward(x, k, v, weight_hidden, weight_embed, weight, *saved)
+            return output
+
+        @staticmethod
+        def backward(ctx, grad_out):
+            x, k, v, weight_hidden, weight_embed, weight, *saved = ctx.saved_tensors
+            *gradients, partial = backward(grad_out, x, k, v, weight, *saved, clamp)
+            of_weights = torch.zeros_like(weight_hidden), torch.zeros_like(weight_embed)
+            reduce(partial, weight_hidden, weight_embed, *of_weights)
+            return *gradients, *of_weights
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = (5, 2, 6), (5, 2, 6), (5, 6), (2, 6), (2, 6)
+    leaves = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
+    _, dot, _, rstd_x, rstd_k = forward(*leaves[:3], fused(*leaves[3:]), EPS, clamp)
+    active = (dot * rstd_x * rstd_k).abs() * 6**-0.5 < clamp
+    assert bool(active.any()) == (clamp > 0.5)
+    assert not active.all()
+    assert torch.autograd.gradcheck(Gate.apply, leaves, eps=1e-6, atol=1e-6, rtol=1e-5)
 
 
 def test_by_hand():

@@ -187,29 +187,3 @@ def test_messages(change, error, message):
     with pytest.raises(error) as raised:
         engram_gate_fwd(**(GOOD | change))
     assert str(raised.value) == f"engram_gate_fwd: {message}"
-
-
-@pytest.mark.gpu
-@pytest.mark.large
-def test_l08_token_stride_past_2_31_elements():
-    buffer = torch.empty(2**31 + 2**20, dtype=torch.bfloat16, device="cuda")
-    kv = buffer.as_strided((2, 5, 256), (2**31, 256, 1))
-    kv.copy_(torch.randn(2, 5, 256))
-    x, w = torch.randn(2, 4, 256, device="cuda").bfloat16(), torch.randn(4, 256, device="cuda")
-    strided = engram_gate_fwd(x, kv[:, :4], kv[:, 4], w, EPS, CLAMP)
-    alone = engram_gate_fwd(x, kv[:, :4].contiguous(), kv[:, 4].contiguous(), w, EPS, CLAMP)
-    assert all(torch.equal(a, b) for a, b in zip(strided, alone, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.large
-def test_l09_last_row_past_2_31_elements():
-    tokens, hidden = 2**31 // 4096 + 2, 1024
-    x = torch.zeros(tokens, 4, hidden, dtype=torch.bfloat16, device="cuda")
-    x[-1] = 1
-    kv = torch.ones(1, hidden, dtype=torch.bfloat16, device="cuda")
-    k, v = kv.expand(tokens, 4, hidden), kv.expand(tokens, hidden)
-    w = torch.ones(4, hidden, device="cuda")
-    output = engram_gate_fwd(x, k, v, w, EPS, CLAMP, False, inplace=True)[0]
-    alone = engram_gate_fwd(torch.ones_like(x[:1]), k[:1], v[:1], w, EPS, CLAMP, False)[0]
-    assert torch.equal(output[-1], alone[0])

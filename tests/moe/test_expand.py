@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from harness import poisoned_outputs
 
 from tk_serving.moe import expand_to_fused, expand_to_fused_with_sf, get_fused_mapping, reduce_fused
 from tk_serving.operator import find
+from tk_serving.workloads import Maker
 
 POSITIONS = torch.tensor([[0, 4], [5, -1]], dtype=torch.int32)
 OWNERS = torch.tensor([0, -1, -1, -1, 1, 1], dtype=torch.int32)
@@ -31,6 +33,29 @@ def test_m03_dropped_slots():
     assert rows[owners < 0].unique().tolist() == [0.0]
     total = reduce_fused(rows, torch.ones(2, 3), positions)
     assert torch.equal(total, torch.stack([2 * x[0], x[1]]))
+
+
+@pytest.mark.parametrize("name", ["expand_to_fused", "expand_to_fused_with_sf", "expand_to_fused_and_cast"])
+@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize("tokens", [2, 258])
+def test_padding_rows_can_be_left_as_they_are(name, column_major, tokens):
+    """Live rows and all scales are those of the call that fills padding rows, whose data stay NaN."""
+    op = find(name)
+    options = {} if name == "expand_to_fused" else {"column_major": column_major}
+    args = op.bind(*op.inputs(Maker(), tokens=tokens, hidden=256, topk=3, **options))
+    names = list(op.signature.parameters)
+    padding = args[names.index("pos_to_expert")] < 0
+    assert 0 < int(padding.sum()) < len(padding)
+    assert args[-1] is True
+    filled = op.leaves(op.call("reference", *args))
+    with poisoned_outputs():
+        left = op.leaves(op.call("simulator", *args[:-1], False))
+    data, kept = filled[0].view(torch.uint8), left[0].view(torch.uint8)
+    assert torch.equal(kept[~padding], data[~padding])
+    assert bool(left[0][padding].float().isnan().all())
+    for scales, expected in zip(left[1:], filled[1:], strict=True):
+        whole = ((scales.untyped_storage().nbytes() // 4,), (1,))
+        assert torch.equal(*(part.as_strided(*whole, 0).view(torch.int32) for part in (scales, expected)))
 
 
 SF = torch.tensor([[1.0, 2.0], [4.0, 8.0]])

@@ -48,6 +48,22 @@ def test_ids_past_the_experts_have_no_position():
     assert result == [[1, 1], [0, 1], [1, 3], [[-1, 0], [-1, 1]], [0, 0, 2], [0, 2, 2], [0, 2, 0], [0, 2, 0]]
 
 
+def test_m05_range_beyond_the_last_expert():
+    """Ids of 16 experts from 250 on, of 256: the last ten have no position, and nothing is written for them."""
+    ids = torch.arange(250, 266)[:, None]
+    for implementation in ("reference", "simulator"):
+        result = get_fused_mapping.operator.call(implementation, ids, 256, 6, 1)
+        assert result[3].flatten().tolist() == [0, 1, 2, 3, 4, 5] + [-1] * 10
+        assert result[0].tolist() == list(range(250, 256))
+
+
+@pytest.mark.parametrize("tokens", [5, 800])
+def test_narrow_ids(tokens):
+    ids = torch.randint(-2, 42, (tokens, 6))
+    for wide, narrow in zip(get_fused_mapping(ids, 40, 0, 4), get_fused_mapping(ids.int(), 40, 0, 4), strict=True):
+        assert wide == narrow if isinstance(wide, list) else torch.equal(wide, narrow)
+
+
 def test_m02_too_many_experts():
     with pytest.raises(ValueError, match="get_fused_mapping: num_experts: expected 1 to 1024, got 1025"):
         get_fused_mapping(torch.tensor([[1024]]), 1025, 0, 1)
@@ -136,7 +152,7 @@ IDS = torch.zeros(2, 2, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((IDS.int(), 3, 0, 4), TypeError, "topk_idx: expected dtype int64, got int32"),
+        ((IDS.short(), 3, 0, 4), TypeError, "topk_idx: expected dtype int64 or int32, got int16"),
         ((IDS[0], 3, 0, 4), ValueError, r"topk_idx: expected shape \[T, K\], got \[2\]"),
         ((IDS[:, :1], 3, 0, 4), ValueError, "topk_idx: expected a contiguous tensor"),
         ((IDS, 0, 0, 4), ValueError, "num_experts: expected 1 to 1024, got 0"),

@@ -43,6 +43,18 @@ def test_ids_past_32_bits_are_out_of_range():
     assert mask_indices_by_tp(ids, 16, 4, 0, 2).tolist() == [[-1, -1, -1, 1]]
 
 
+@pytest.mark.parametrize("first", [0, 250, 256])
+def test_m05_range_beyond_the_last_expert(first):
+    """A rank of 16 experts that starts at 250 of 256 does not exist; ids past the last expert are nobody's."""
+    with pytest.raises(ValueError, match=r"^mask_indices_by_tp: tp_rank: expected 0 to 15, got 16$"):
+        mask_indices_by_tp(torch.zeros(1, 1, dtype=torch.int32), 256, 16, 16, 16)
+    ids = torch.arange(first, first + 16)[:, None]
+    owners = [mask_indices_by_tp(ids, 256, 16, rank, 16) for rank in range(16)]
+    kept = torch.stack(owners).ge(0).sum(dim=0).flatten()
+    assert kept.tolist() == [int(expert < 256) for expert in range(first, first + 16)]
+    assert torch.stack(owners).max() < 16
+
+
 def test_empty():
     assert mask_indices_by_tp(torch.empty(0, 8, dtype=torch.int32), 16, 4, 0, 2).shape == (0, 8)
 

@@ -217,7 +217,7 @@ COUNT = torch.ones(8, dtype=torch.int32)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"logits": torch.zeros(2, 8).double()}, TypeError, "logits: expected dtype float32, got float64"),
+        ({"logits": torch.zeros(2, 8).double()}, TypeError, "logits: expected dtype float32 or bfloat16, got float64"),
         ({"logits": torch.zeros(2, 4097)}, ValueError, "logits: expected 1 to 4096 experts, got 4097"),
         ({"bias": torch.zeros(7)}, ValueError, r"bias: expected shape \[8\], got \[7\]"),
         ({"num_topk": 9}, ValueError, "num_topk: expected 1 to 8, got 9"),

@@ -107,6 +107,12 @@ def test_two_sites_on_one_function_are_undone_last_first(target):
     assert target.layers.scale is original
 
 
+def test_decorators_of_torch_are_not_other_code(target, monkeypatch):
+    monkeypatch.setattr(target.layers, "scale", torch.no_grad()(target.layers.scale))
+    (row,) = Ledger().apply(site("scale"))
+    assert row.status == "patched"
+
+
 def test_code_that_replaced_the_function_before_us_is_left_alone(target, monkeypatch):
     monkeypatch.setattr(target.layers, "scale", lambda x: "foreign")
     (row,) = Ledger().apply(site("scale"))

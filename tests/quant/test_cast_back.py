@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tk_serving.quant import cast_back, per_token_cast_back, scales
+from tk_serving.quant import cast_back, per_token_cast_back, per_token_cast_with_precomputed_sf, scales
 
 E4M3 = torch.float8_e4m3fn
 
@@ -26,6 +26,14 @@ def test_nan_codes_and_signed_zero(fmt):
     found = cast_back((data(0x7F, 0xFF, 0x80).view(E4M3), torch.ones(1, 1)), fmt, (1, 16))[0]
     assert found[:2].isnan().all()
     assert torch.signbit(found[2])
+
+
+def test_q04_scales_are_used_as_they_are():
+    sf = torch.tensor([[0x3B124925]], dtype=torch.int32).view(torch.float32)  # 1/448, no power of two
+    found = cast_back((torch.full((1, 16), 448.0).to(E4M3), sf), "fp32", (1, 16))
+    assert found.unique().item() == 1.0
+    data = per_token_cast_with_precomputed_sf(torch.ones(1, 16), "e4m3", 16, sf)
+    assert data.view(torch.uint8).unique().tolist() == [0x7E]
 
 
 def test_q09_ends_of_the_exponent_range():

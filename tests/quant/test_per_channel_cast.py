@@ -38,6 +38,20 @@ def padded(x, rows):
     return torch.nn.functional.pad(x, (0, 0, 0, -len(x) % rows)).split(rows)
 
 
+def test_q17_rows_past_the_count_do_not_exist():
+    counts, x = (3, 0, 5), torch.full((3, 8, 128), 1e9)
+    positions = torch.full((3, 32), -1, dtype=torch.int32)
+    for group, count in enumerate(counts):
+        x[group, :count] = 1.0
+        positions[group, :count] = torch.arange(8 * group, 8 * group + count, dtype=torch.int32)
+    data, sf = per_channel_cast_fused(x.view(24, 128), "e4m3", 32, pos_to_token=positions.view(-1))
+    assert sf[[0, 2]].view(torch.int32).unique().tolist() == [0x3B124925]
+    rows = codes(data).view(3, 32, 128)
+    for group, count in enumerate(counts):
+        assert not rows[group, count:].any()
+        assert (rows[group, :count] == 0x7E).all()
+
+
 def test_q19_rows_past_the_end_do_not_exist():
     x = torch.ones(2, 128)
     x[0] = 1e4

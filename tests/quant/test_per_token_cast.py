@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from tk_serving.compare import diff
-from tk_serving.quant import per_token_cast, per_token_cast_back, per_token_cast_with_sf_only
+from tk_serving.quant import (
+    per_token_cast,
+    per_token_cast_back,
+    per_token_cast_with_precomputed_sf,
+    per_token_cast_with_sf_only,
+    rand,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -53,6 +59,13 @@ def test_e5m6_of_bf16_works_in_float32():
     assert torch.equal(sf, torch.tensor([[65280.0]]) / torch.tensor([[65024.0]]))
     back = per_token_cast_back((data, sf), "fp32", 24, "e5m6")
     assert diff(back, x) < 1e-4
+
+
+def test_q10_infinities_in_e5m6_become_the_largest_code():
+    data, sf = per_token_cast(row(INF, -INF, 1.0, width=8), "e5m6", 8)
+    assert torch.equal(sf, torch.tensor([[3.4028234663852886e38]]) / torch.tensor([[65024.0]]))
+    back = per_token_cast_back((data, torch.ones(1, 1)), "fp32", 8, "e5m6")
+    assert back[0, :3].tolist() == [65024.0, -65024.0, 0.0]
 
 
 @pytest.mark.parametrize(("fmt", "limit"), [("e4m3", 1e-3), ("e2m1", 2e-2), ("e5m6", 1e-4)])
@@ -368,3 +381,75 @@ def test_out_needs_room_for_the_padding_rows():
     out = (torch.empty(3, 256, dtype=torch.float8_e4m3fn), torch.empty(7).as_strided((3, 2), (1, 4)))
     with pytest.raises(ValueError, match=r"out\[1\]: expected storage of 8 elements, got 7"):
         per_token_cast(torch.ones(3, 256), "e4m3", 128, None, True, out=out)
+
+
+# -- stochastic rounding --------------------------------------------------------------------------------------
+
+MANY = 4096
+
+
+@pytest.mark.parametrize(
+    ("fmt", "npc", "value", "down", "up"),
+    [
+        ("e4m3", 128, 1.0 + 0.125 * 0.75, 1.0, 1.125),
+        ("e4m3", 128, -(2.0**-9) * 2.1, -(2.0**-8), -3 * 2.0**-9),
+        ("e2m1", 128, 2.25, 2.0, 3.0),
+        ("e2m1", 32, -0.2, 0.0, -0.5),
+        ("e5m6", 128, 5.03125, 5.0, 5.0625),
+        ("e5m6", 128, 2.0**-20 * 1.5, 2.0**-20, 2.0**-19),
+    ],
+)
+def test_stochastic_mean_is_the_value(fmt, npc, value, down, up):
+    x = torch.full((MANY, 128), value)
+    x[:, ::npc] = {"e4m3": 448.0, "e2m1": 6.0, "e5m6": 65024.0}[fmt]  # scale 1
+    data, sf = per_token_cast(x, fmt, npc, stochastic_cast=True, seed=11)
+    assert sf.unique().item() == 1.0
+    found = per_token_cast_back((data, sf), "fp32", npc, "e5m6" if fmt == "e5m6" else None)
+    found = found[:, 1:2].double() if npc == 128 else found[:, 1:npc].double()
+    assert set(found.unique().tolist()) == {down, up}
+    share, fraction = (found == up).double().mean().item(), (value - down) / (up - down)
+    assert abs(share - fraction) < 4 * (fraction * (1 - fraction) / found.numel()) ** 0.5
+
+
+@pytest.mark.parametrize(("fmt", "npc"), [("e4m3", 32), ("e2m1", 16), ("e5m6", 512)])
+def test_stochastic_is_one_of_the_neighbours_and_unbiased(fmt, npc):
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    special = "e5m6" if fmt == "e5m6" else None
+
+    def back(**how):
+        return per_token_cast_back(per_token_cast(x, fmt, npc, **how), "fp32", npc, special)
+
+    nearest, many = back(), torch.stack([back(stochastic_cast=True, seed=seed) for seed in range(32)])
+    error, limit = (many.mean(0) - x).abs().mean(), (nearest - x).abs().mean()
+    assert error < 0.5 * limit  # the errors of rounding to nearest do not average out
+    assert ((many == many.amin(0)) | (many == many.amax(0))).all()
+
+
+def test_stochastic_keeps_exact_values_scales_and_limits():
+    x = row(448.0, 1.0, 1.125, -0.0, 2.0**-9, NAN, 0.3125)
+    data, sf = per_token_cast(x, "e4m3", 128, stochastic_cast=True, seed=0)
+    expected = per_token_cast(x, "e4m3", 128)
+    assert torch.equal(codes(data), codes(expected[0]))
+    assert torch.equal(sf, expected[1])
+    assert torch.equal(sf, per_token_cast_with_sf_only(x, "e4m3", 128, stochastic_cast=True))
+
+
+def test_stochastic_bits_follow_the_seed():
+    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
+
+    def calls(seed):
+        rand.set_seed(seed)
+        return torch.stack([codes(per_token_cast(x, "e4m3", 128, stochastic_cast=True)[0]) for _ in range(2)])
+
+    first, again = calls(5), calls(5)
+    rand.set_seed(0)
+    assert torch.equal(first, again)
+    assert not torch.equal(first[0], first[1])
+
+
+def test_stochastic_with_given_scales():
+    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
+    for fmt in ("e4m3", "e2m1"):
+        data, sf = per_token_cast(x, fmt, 32, round_sf=True, stochastic_cast=True, seed=3)
+        given = per_token_cast_with_precomputed_sf(x, fmt, 32, sf, stochastic_cast=True, seed=3)
+        assert torch.equal(codes(given), codes(data))

@@ -126,17 +126,3 @@ def test_messages(change, error, message):
     with pytest.raises(error) as raised:
         apply_rotary(**arguments)
     assert str(raised.value) == f"apply_rotary: {message}"
-
-
-@pytest.mark.gpu
-@pytest.mark.large
-def test_l08_token_stride_past_2_31_elements():
-    buffer = torch.empty(2**31 + 2**20, dtype=torch.bfloat16, device="cuda")
-    query = buffer.as_strided((2, 3, 64), (2**31, 64, 1))
-    query.copy_(torch.randn(2, 3, 64))
-    alone = query.clone()
-    angles = torch.rand(2, 32, device="cuda")
-    table = torch.cat((angles.cos(), angles.sin()), dim=1)
-    apply_rotary(query, table)
-    apply_rotary(alone, table)
-    assert torch.equal(query, alone)

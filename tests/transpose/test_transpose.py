@@ -91,25 +91,3 @@ def test_messages():
         transpose(torch.zeros(3, 4).t())
     with pytest.raises(TypeError, match=r"^transpose: x: expected a torch.Tensor, got list$"):
         transpose([[1.0]])
-
-
-@pytest.mark.gpu
-@pytest.mark.large
-@pytest.mark.parametrize("columns", [512, 100])
-def test_l08_row_stride_past_2_31_elements(columns):
-    """A 32-bit product of row and stride would be negative from the second row on."""
-    stride = 2**31
-    buffer = torch.empty(stride + 2**20, dtype=torch.bfloat16, device="cuda")
-    x = buffer.as_strided((2, columns), (stride, 1))
-    x.copy_(torch.randn(2, columns))
-    assert torch.equal(transpose(x).view(torch.int16), x.clone().t().contiguous().view(torch.int16))
-
-
-@pytest.mark.gpu
-@pytest.mark.large
-def test_l09_result_past_2_31_elements():
-    x = torch.zeros(8388624, 260, dtype=torch.int8, device="cuda")
-    x[-3:, -5:] = torch.arange(15, device="cuda").view(3, 5)
-    y = transpose(x)
-    assert torch.equal(y[-5:, -3:], x[-3:, -5:].t())
-    assert int(y.to(torch.bool).sum()) == 14

@@ -8,7 +8,8 @@ import textwrap
 
 import pytest
 
-from tk_serving.demo import EXPECTED, LIMIT, checkpoint
+from tk_serving.demo import LIMIT, checkpoint
+from tk_serving.demo.engines.vllm import EXPECTED
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

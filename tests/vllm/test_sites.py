@@ -36,6 +36,11 @@ def applied():
     ledger.revert()
 
 
+def on_cpu(module):
+    """The first site of a module that is for the CPU."""
+    return next(chosen for chosen in module.SITES if chosen.unsuitable() is None)
+
+
 def engine_reasons(operator):
     return [
         row["reason"]
@@ -104,7 +109,7 @@ LOGITS = torch.randn(37, 16, generator=torch.Generator().manual_seed(3)) * 2
 def test_cpu_routing_agrees_with_vllm(applied):
     router = cpu_router()
     theirs = router._compute_routing(LOGITS, LOGITS.bfloat16(), None)
-    applied(routing.SITES[1])
+    applied(on_cpu(routing))
     ours = router._compute_routing(LOGITS, LOGITS.bfloat16(), None)
     assert ours[0].dtype == theirs[0].dtype == torch.float32
     assert ours[1].dtype == theirs[1].dtype == torch.int32
@@ -125,7 +130,7 @@ def test_cpu_routing_agrees_with_vllm(applied):
 def test_other_routers_stay_with_vllm_bit_for_bit(applied, changes, reason):
     router = cpu_router(**changes)
     theirs = router._compute_routing(LOGITS, LOGITS, None)
-    applied(routing.SITES[1])
+    applied(on_cpu(routing))
     ours = router._compute_routing(LOGITS, LOGITS, None)
     assert torch.equal(by_expert(*ours), by_expert(*theirs))
     assert engine_reasons("top2_sum_gate") == [reason]
@@ -278,13 +283,22 @@ def test_cpu_experts_leave_out_absent_choices_and_given_weights(applied, moe):
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"limit": 7.0}, "a limit on the activations"), ({"ep": True}, "expert parallelism on CPU")],
+    [({"bias": True}, "experts with a bias"), ({"ep": True}, "expert parallelism on CPU")],
 )
 def test_other_cpu_experts_stay_with_vllm_bit_for_bit(applied, moe, changes, reason):
     theirs = cpu_experts(moe)()
     applied(routed_experts.SITES[0])
     assert torch.equal(cpu_experts(moe, **changes)(), theirs)
     assert engine_reasons("reduce_fused") == [reason]
+
+
+def test_cpu_experts_limit_their_activations(applied, moe):
+    applied(routed_experts.SITES[0])
+    moe.x = moe.x * 9
+    limited = cpu_experts(moe, limit=0.5)()
+    largest = moe.weights.sum(1, keepdim=True) * moe.w2.float().abs().sum(2).amax() * 0.5 * 0.5
+    assert (limited.float().abs() <= largest).all()
+    assert (cpu_experts(moe)().float() - limited.float()).norm() > limited.float().norm()
 
 
 def test_no_tokens(applied, moe):
@@ -297,7 +311,7 @@ def test_triton_reduction_sums_the_weighted_rows(applied):
     rows = torch.randn(5, 3, 64).bfloat16()
     output = torch.full((5, 64), 7.0).bfloat16()
     calls = []
-    moe_sum = routed_experts_triton._moe_sum(lambda *args: calls.append(args))
+    moe_sum = routed_experts_triton._moe_sum("routed-experts-triton")(lambda *args: calls.append(args))
     moe_sum(None, rows, output)
     assert torch.equal(output, rows.float().sum(1).bfloat16())
     moe_sum("experts", rows, output, "ids", torch.zeros(3))
@@ -430,7 +444,7 @@ def test_cpu_swiglu_is_closer_to_the_exact_value_than_vllm(applied):
     from vllm.model_executor.layers.activation import SiluAndMul
 
     theirs = SiluAndMul.forward_native(GATE_UP)
-    applied(swiglu.SITES[2])
+    applied(on_cpu(swiglu))
     ours = SiluAndMul.forward_native(GATE_UP)
     assert ours.shape == theirs.shape
     assert ours.dtype == theirs.dtype
@@ -444,7 +458,7 @@ def test_half_precision_stays_with_vllm(applied):
     from vllm.model_executor.layers.activation import SiluAndMul
 
     theirs = SiluAndMul.forward_native(GATE_UP.half())
-    applied(swiglu.SITES[2])
+    applied(on_cpu(swiglu))
     assert torch.equal(SiluAndMul.forward_native(GATE_UP.half()), theirs)
     assert engine_reasons("swiglu_forward") == ["dtype torch.float16"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tk_serving.compare import Close, Equality, Steps
+from tk_serving.compare import BITWISE, Close, Equality, Steps
 from tk_serving.operator import Operator, tensors_of
 
 EQUAL, CLOSE, DIFFERENT = "equal", "close", "different"
@@ -42,6 +42,8 @@ def written(op: Operator, args: tuple, result: Any) -> list[Any]:
     values = dict(zip(op.signature.parameters, args, strict=True))
     pairs = {parameter.name for parameter in op.parameters if parameter.pair}
     delivered = parts(op, result)
+    if op.unspecified is not None:
+        op.unspecified(delivered, *args)
     for name in op.mutates:
         tensors = list(tensors_of(values[name]))
         width = 2 if name in pairs else max(1, len(tensors))
@@ -69,6 +71,16 @@ def compare(op: Operator, actual: Sequence[Any], expected: Sequence[Any], *, pee
     if not differences:
         return Agreement(EQUAL)
     return Agreement(CLOSE if peer and close else DIFFERENT, "; ".join(differences))
+
+
+def alike(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Agreement:
+    """Agreement of two implementations that no operator's rule applies to: the same bytes, or up to rounding."""
+    pairs = list(zip(actual, expected, strict=True))
+    if all(BITWISE.difference(*pair) is None for pair in pairs):
+        return Agreement(EQUAL)
+    found = [(index, Roughly().difference(*pair)) for index, pair in enumerate(pairs)]
+    texts = [f"result {index}: {text}" for index, text in found if text]
+    return Agreement(DIFFERENT if texts else CLOSE, "; ".join(texts))
 
 
 def parts(op: Operator, result: Any) -> list[Any]:

@@ -2,9 +2,11 @@
 
 A step is what happens at one place of the layer: one or more of our operators, and either the engine's kernels for the
 same operators or, where it cuts differently, its own sequence (``joint``). Every part has inputs of its own: between
-the parts of a real layer there are matrix products, which the chain leaves out. The expert steps share one random
-routing, and their buffers have the capacity that the engine would allocate. A step that one side cannot run is left
-out on both, and named.
+the parts of a real layer there are matrix products, which the chain leaves out. Where nothing lies between them, each
+part takes the results of the one before (``ours``). The expert steps share one random routing, and their buffers have
+the capacity that the engine would allocate. A step that one side cannot run is left out on both, and named.
+
+A chain is named after its model, or ``model:part`` if it is a part of the layer.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ import torch
 from torch import Tensor
 
 from tk_serving.bench import peers
-from tk_serving.bench.agreement import DIFFERENT, Agreement
+from tk_serving.bench.agreement import DIFFERENT, Agreement, alike
 from tk_serving.bench.implementations import OURS, Bench, Subject
 from tk_serving.bench.peers import PeerCall, PeerUnavailableError, engine_of
 from tk_serving.bench.record import ChainRow
+from tk_serving.bench.routing import routing
 from tk_serving.bench.selection import Task
 from tk_serving.bench.timing import GRAPH, SampleError, Sampler, measure
 from tk_serving.operator import find
@@ -83,11 +86,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Step:
-    """What happens at one place of the layer. ``joint``: engine -> its function for all parts at once."""
+    """What happens at one place of the layer.
+
+    Attributes:
+        place: its name.
+        parts: our operators.
+        joint: engine -> its function for all parts at once.
+        ours: the same for us; the parts one after another by default.
+    """
 
     place: str
     parts: tuple[Part, ...]
     joint: Mapping[str, str] = field(default_factory=dict)
+    ours: Callable[..., PeerCall] | None = None
 
 
 def _mapping_arguments(layer: Layer, make: Maker) -> dict[str, Any]:
@@ -96,13 +107,15 @@ def _mapping_arguments(layer: Layer, make: Maker) -> dict[str, Any]:
 
 def _expand_arguments(layer: Layer, make: Maker) -> dict[str, Any]:
     found = layer.mapping(make.device)
-    return {name: found[name] for name in ("token_topk_to_pos", "pos_to_expert")}
+    # The grouped product skips padding rows, or leaves what becomes of them to itself.
+    return {name: found[name] for name in ("token_topk_to_pos", "pos_to_expert")} | {"zero_padding": False}
 
 
 def _swiglu_arguments(layer: Layer, make: Maker) -> dict[str, Any]:
     found = layer.mapping(make.device)
     weights = make.rand(layer.tokens, layer.model.num_experts_per_tok)
-    return {"topk_weights": weights} | {name: found[name] for name in ("pos_to_token_topk", "pos_to_expert")}
+    given = {name: found[name] for name in ("pos_to_token_topk", "pos_to_expert")}
+    return {"topk_weights": weights, "zero_padding": False} | given
 
 
 def _reduce_arguments(layer: Layer, make: Maker) -> dict[str, Any]:
@@ -115,12 +128,9 @@ def _shared_arguments(layer: Layer, make: Maker) -> dict[str, Any]:
     return dict.fromkeys(("pos_to_token_topk", "topk_weights", "pos_to_expert"))
 
 
-def _norm(residual: bool, out_bf16: bool) -> Part:
-    def arguments(layer: Layer, make: Maker) -> dict[str, Any]:
-        kept = make.randn(layer.tokens, layer.model.hidden_size, dtype=torch.bfloat16) if residual else None
-        return {"residual": kept, "with_out_bf16": out_bf16}
-
-    return Part("norm_forward_and_per_token_cast", arguments=arguments)
+def _norm(out_bf16: bool) -> Part:
+    """The sum with the residual, its norm, and the cast."""
+    return Part("norm_forward_and_per_token_cast", arguments=lambda layer, make: {"with_out_bf16": out_bf16})
 
 
 def _boundary(sublayer: str, out_bf16: bool) -> Step:
@@ -147,12 +157,22 @@ _EXPERTS = (
     ),
 )
 
+
+def _routing(gate: str) -> Step:
+    parts = (
+        Part(gate),
+        Part("get_fused_mapping", arguments=_mapping_arguments),
+        Part("expand_to_fused_and_cast", arguments=_expand_arguments),
+    )
+    return Step("router, mapping, expansion and cast", parts, {"vllm": "routing"}, routing)
+
+
 CHAINS: dict[str, tuple[Step, ...]] = {
     "v3": (
-        Step("norm and cast before attention", (_norm(True, False),)),
+        Step("norm and cast before attention", (_norm(False),)),
         Step("rotary embedding", (Part("apply_rotary"),)),
         Step("cast before the output projection", (Part("per_token_cast", {"hidden": 128 * 128}),)),
-        Step("norm and cast before the experts", (_norm(True, True),)),
+        Step("norm and cast before the experts", (_norm(True),)),
         Step("router", (Part("top2_sum_gate"),)),
         *_EXPERTS,
     ),
@@ -163,19 +183,21 @@ CHAINS: dict[str, tuple[Step, ...]] = {
         Step("router", (Part("moe_topk_gate"),)),
         *_EXPERTS,
     ),
+    "v3:routing": (_routing("top2_sum_gate"),),
+    "v4-flash:routing": (_routing("moe_topk_gate"),),
 }
 
 
 class Chain:
     """One chain at one token count, against one engine of this process."""
 
-    def __init__(self, model: str, engine: str, tokens: int, bench: Bench) -> None:
+    def __init__(self, name: str, engine: str, tokens: int, bench: Bench) -> None:
         self._bench, self._engine = bench, engine
         self._sides: dict[str, list[Callable[[int], PeerCall]]] = {OURS: [], engine: []}
-        self.row = ChainRow(model, tokens, peer=engine)
-        for step in CHAINS[model]:
+        self.row = ChainRow(name, tokens, peer=engine)
+        for step in CHAINS[name]:
             try:
-                self._add(step, model, tokens)
+                self._add(step, name.partition(":")[0], tokens)
             except PeerUnavailableError as reason:
                 self.row.left_out[step.place] = str(reason)
             except Exception as error:
@@ -211,14 +233,14 @@ class Chain:
     def _add(self, step: Step, model: str, tokens: int) -> None:
         subjects = [Subject(_task(part, model, tokens), self._bench.device) for part in step.parts]
         ours = [_checked(subject, OURS, self._bench.check) for subject in subjects]
+        calls = [call for call, _ in ours] if step.ours is None else [_joint(step.ours, subjects)]
         if self._engine in step.joint:
             function = getattr(peers.engine_module(self._engine), step.joint[self._engine])
-            joint = _joint(function, subjects)
-            joint(0).run()
-            theirs = [(joint, Agreement(None))]
+            together = calls[0] if step.ours is not None and self._bench.check else None
+            theirs = [_compared(_joint(function, subjects), together)]
         else:
             theirs = [_checked(subject, _declared(subject, self._engine), self._bench.check) for subject in subjects]
-        self._sides[OURS] += [call for call, _ in ours]
+        self._sides[OURS] += calls
         self._sides[self._engine] += [call for call, _ in theirs]
         self.row.steps.append(
             {
@@ -269,6 +291,18 @@ def _checked(subject: Subject, name: str, check: bool) -> tuple[Callable[[int], 
 
 def _joint(function: Callable[..., PeerCall], subjects: Sequence[Subject]) -> Callable[[int], PeerCall]:
     return lambda index: function(*(subject.inputs.by_name(subject.inputs[index]) for subject in subjects))
+
+
+def _compared(
+    engine: Callable[[int], PeerCall], ours: Callable[[int], PeerCall] | None
+) -> tuple[Callable[[int], PeerCall], Agreement]:
+    """A joint call of the engine, compared with one of ours."""
+    call = engine(0)
+    found = call.run()
+    if ours is None or call.result is None:
+        return engine, Agreement(None)
+    own = ours(0)
+    return engine, alike(call.result(found), own.result(own.run()) if own.result else ())
 
 
 def _sequence(side: Sequence[Callable[[int], PeerCall]], index: int) -> Callable[[], list[Any]]:

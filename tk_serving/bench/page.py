@@ -8,21 +8,29 @@ from typing import Any
 
 from rich.text import Text
 
+from tk_serving.bench import targets
 from tk_serving.bench.record import ChainRow, Record, Row
 from tk_serving.bench.report import (
     absences,
     agreement,
     differences,
     left_out,
+    means,
     method_mark,
     number,
-    summary,
     variants_of,
 )
 
 
-def page(record: Record, source: str, plots: Sequence[str] = ()) -> str:
-    """The record as Markdown; every number comes from it."""
+def page(record: Record, source: str, plots: Sequence[str] = (), causes: Sequence[targets.Cause] = ()) -> str:
+    """The record as Markdown; every number comes from it.
+
+    Args:
+        record: what was measured.
+        source: the file of the record, as the page names it.
+        plots: image files, relative to the page.
+        causes: why rows miss their targets.
+    """
     floors = ", ".join(f"{number(value)} µs ({mode})" for mode, value in record.floors.items())
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     parts = [
@@ -33,9 +41,10 @@ def page(record: Record, source: str, plots: Sequence[str] = ()) -> str:
         f"Copy bandwidth in the same run: {record.copy_gbps:.0f} GB/s. Empty kernel: {floors}.\n",
         f"{record.method}\n",
     ]
-    lines = [_plain_markup(line) for line in summary(record)]
+    lines = [_plain_markup(line) for line in means(record)]
     if lines:
         parts += ["## Summary\n", _bullets(lines)]
+    parts += ["## Rows that miss a target\n", _misses_markdown(record, causes)]
     if record.chains:
         parts += ["## One decoder layer\n", _chain_markdown(record.chains)]
         skipped = left_out(record)
@@ -66,6 +75,21 @@ def _rows_markdown(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     return _markdown(heads, cells, "llrrrrlrrl")
+
+
+def _misses_markdown(record: Record, causes: Sequence[targets.Cause]) -> str:
+    wanted = (
+        f"Targets: geometric mean of the ratios at least {targets.MEAN:.2f}; no row below {targets.WORST}; pure data "
+        f"movement of {targets.COPY_TOKENS} tokens or more at {targets.COPY_PERCENT:g} % of the copy bandwidth; "
+        f"a decoder layer at least {targets.CHAIN} times as fast as the engine's kernels.\n\n"
+    )
+    found = targets.explain(targets.misses(record), causes)
+    if not found:
+        return f"{wanted}None.\n"
+    cells = [
+        (miss.name, miss.target, number(miss.value), f"{miss.wanted:g}", miss.against, cause) for miss, cause in found
+    ]
+    return wanted + _markdown(("row", "target", "measured", "wanted", "against", "cause"), cells, "llrrll")
 
 
 def _chain_markdown(rows: Sequence[ChainRow]) -> str:

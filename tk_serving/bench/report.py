@@ -9,15 +9,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tk_serving.bench import targets
 from tk_serving.bench.agreement import CLOSE, DIFFERENT, EQUAL
 from tk_serving.bench.implementations import OURS
-from tk_serving.bench.peers import TORCH
 from tk_serving.bench.record import ChainRow, Record, Row, geometric_mean
 
 MARKS = {EQUAL: "=", CLOSE: "≈", DIFFERENT: "[red]DIFFERS[/]", None: "?"}
 LEGEND = "= all equal to the reference by the operator's rule, ≈ up to rounding, ? not compared, * with the host"
-
-WANTED_MEAN, WANTED_WORST, WANTED_CHAIN = 1.20, 0.95, 1.25
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -38,7 +36,7 @@ def table(rows: Sequence[Row]) -> Table:
         shown.add_column(name, justify="left" if name in ("operator", "workload", "fastest peer", "") else "right")
     variants = variants_of(rows)
     for row in rows:
-        color = "red" if row.ratio is not None and row.ratio < WANTED_WORST else ""
+        color = "red" if row.ratio is not None and row.ratio < targets.WORST else ""
         shown.add_row(
             f"{row.operator}{variants.get(row.key, '')}",
             row.workload if row.mode == "graph" else f"{row.workload} ({row.mode})",
@@ -91,34 +89,26 @@ def show(record: Record, console: Console) -> None:
         console.print(LEGEND, style="dim", highlight=False)
     if record.chains:
         console.print(chain_table(record.chains), highlight=False)
-    for line in (*summary(record), *differences(record), *absences(record), *left_out(record)):
+    for line in (*means(record), *missed(record), *differences(record), *absences(record), *left_out(record)):
         console.print(line, highlight=False, soft_wrap=True)
     if record.aborted:
         console.print(f"[red]stopped early: {escape(record.aborted)}[/]", highlight=False, soft_wrap=True)
 
 
-def summary(record: Record) -> list[str]:
-    """Geometric means and the rows that miss the targets."""
-    rows = [row for row in record.rows if row.ratio]
-    if not rows:
-        return []
+def means(record: Record) -> list[str]:
+    """Geometric means of the ratios."""
     lines = []
-    against = {"every peer": rows, "kernels of other projects": [row for row in rows if engine_ratio(row)]}
-    for name, some in against.items():
-        values = [(row.ratio if name == "every peer" else engine_ratio(row)) or 1.0 for row in some]
+    for name, values in targets.ratios(record).items():
         mean = geometric_mean(values)
         if mean is not None:
             spread = f"over {len(values)} rows, worst {min(values):.2f}"
             lines.append(f"fastest peer / ours, {name}: geometric mean {mean:.2f} {spread}")
-    slow = [row for row in rows if row.ratio is not None and row.ratio < WANTED_WORST]
-    lines += [f"below {WANTED_WORST}: {_name(row)}: {row.ratio:.2f} against {row.peer}" for row in slow]
     return lines
 
 
-def engine_ratio(row: Row) -> float | None:
-    """Fastest kernel of another project over ours: without the torch references."""
-    times = [peer.us for peer in row.peers if peer.us is not None and peer.name not in TORCH]
-    return min(times) / row.us if times and row.us else None
+def missed(record: Record) -> list[str]:
+    """Every row that misses a target."""
+    return [f"missed: {escape(str(miss))}" for miss in targets.misses(record)]
 
 
 def differences(record: Record) -> list[str]:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tk_serving.bench import chain as chains
 from tk_serving.bench import compare as comparing
 from tk_serving.bench import record as records
-from tk_serving.bench import report
+from tk_serving.bench import report, targets
 from tk_serving.bench.agreement import DIFFERENT
 from tk_serving.bench.implementations import Bench, DeviceLostError
 from tk_serving.bench.page import page as make_page
@@ -136,8 +137,24 @@ def measure(
     return records.merge([*earlier(options), record])
 
 
-def publish(record: Record, json: Path | None, plot: Path | None, page: Path | None, source: Path | None) -> bool:
-    """Show the record and write the files; whether something of ours failed or differed."""
+def publish(
+    record: Record,
+    json: Path | None,
+    plot: Path | None,
+    page: Path | None,
+    source: Path | None,
+    causes: Path | None = None,
+) -> bool:
+    """Show the record and write the files; whether something of ours failed or differed.
+
+    Args:
+        record: what was measured.
+        json: the file to save it to.
+        plot: the file, or files with ``{family}`` in the name, of the plots.
+        page: the file of the Markdown page.
+        source: the file that the page names as its source.
+        causes: why rows miss their targets; by default ``misses.toml`` beside the source, if there is one.
+    """
     console = Console()
     report.show(record, console)
     plots: list[Path] = []
@@ -150,8 +167,11 @@ def publish(record: Record, json: Path | None, plot: Path | None, page: Path | N
     if page is not None:
         page.parent.mkdir(parents=True, exist_ok=True)
         beside = [_relative(path, page) for path in plots]
-        page.write_text(make_page(record, str(source or "the last run"), beside))
+        known = _causes(causes, source)
+        page.write_text(make_page(record, str(source or "the last run"), beside, known))
         console.print(f"page: {page}", highlight=False)
+        for line in _unsettled(record, known):
+            console.print(line, highlight=False, soft_wrap=True)
     failed = [row for row in record.rows if row.error or row.agreement == DIFFERENT]
     return bool(record.aborted or failed or any(row.error or row.equal is False for row in record.chains))
 
@@ -194,6 +214,23 @@ def list_rows(options: Options, console: Console | None = None) -> None:
         for step in chains.CHAINS[name]:
             console.print(f"{name}: {step.place}: {', '.join(part.operator for part in step.parts)}", highlight=False)
     console.print(f"{len(tasks) * len(options.modes)} rows", highlight=False)
+
+
+def _causes(causes: Path | None, source: Path | None) -> list[targets.Cause]:
+    if causes is not None:
+        return targets.load(causes)
+    beside = source.parent / "misses.toml" if source is not None else None
+    return targets.load(beside) if beside is not None and beside.exists() else []
+
+
+def _unsettled(record: Record, causes: Sequence[targets.Cause]) -> Iterator[str]:
+    """Misses without a cause, and causes without a miss."""
+    missed = targets.misses(record)
+    unknown = [miss for miss, cause in targets.explain(missed, causes) if cause == targets.UNKNOWN]
+    if unknown:
+        yield f"{targets.UNKNOWN} of {len(unknown)} of {len(missed)} misses, such as {escape(str(unknown[0]))}"
+    for cause in targets.stale(missed, causes):
+        yield f"explains no miss any more: {escape(cause.cause)}"
 
 
 def _measure_rows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -26,8 +26,14 @@ def bench(
     site: Annotated[
         list[str] | None, typer.Option(help="ENGINE=FOLDER: run the engine in a process with FOLDER first on its path.")
     ] = None,
-    chain: Annotated[str, typer.Option(help="Measure a decoder layer instead: v3, v4-flash.")] = "",
+    chain: Annotated[str, typer.Option(help="Measure a decoder layer instead: v3, v4-flash, v3:routing, ...")] = "",
     engine: Annotated[str, typer.Option(help="Engine that a chain is compared with.")] = "vllm",
+    e2e: Annotated[
+        str, typer.Option(help="Measure a serving engine end to end instead, with the backend and without: vllm.")
+    ] = "",
+    layers: Annotated[int, typer.Option(min=2, help="Layers of the model that --e2e serves.")] = 4,
+    eager: Annotated[bool, typer.Option("--eager", help="With --e2e: no CUDA graphs, no torch.compile.")] = False,
+    logs: Annotated[Path | None, typer.Option(help="With --e2e: folder for the logs of the engines.")] = None,
     check: Annotated[bool, typer.Option(help="Compare all results with the reference first.")] = True,
     revision: Annotated[str, typer.Option(help="Git revision for the record where there is no checkout.")] = "",
     limit: Annotated[float, typer.Option(min=1, help="Stop after the row that reaches this many seconds.")] = 1e9,
@@ -37,6 +43,9 @@ def bench(
         Path | None, typer.Option(help="Write a PNG; {family} in the name makes one for each family.")
     ] = None,
     page: Annotated[Path | None, typer.Option(help="Write a Markdown page.")] = None,
+    causes: Annotated[
+        Path | None, typer.Option(help="Why rows miss a target; by default misses.toml beside the record.")
+    ] = None,
     source: Annotated[
         list[Path] | None,
         typer.Option("--from", help="Show these records, merged, instead of measuring."),
@@ -51,6 +60,18 @@ def bench(
     """
     from tk_serving.bench import run
 
+    if e2e:
+        _end_to_end(
+            engine=e2e,
+            models=_list(model),
+            layers=layers,
+            eager=eager,
+            limit=limit,
+            json=json,
+            logs=logs,
+            revision=revision,
+        )
+        return
     try:
         if compare is not None:
             raise typer.Exit(FOUND if run.compare(*compare) else 0)
@@ -76,7 +97,7 @@ def bench(
         if plot is not None:
             run.require_matplotlib()
         record = run.load(source) if source else _measure(options)
-        failed = run.publish(record, json, plot, page, source[0] if source and len(source) == 1 else json)
+        failed = run.publish(record, json, plot, page, source[0] if source and len(source) == 1 else json, causes)
     except (ValueError, OSError) as error:
         _refuse(str(error))
     raise typer.Exit(FOUND if failed else 0)
@@ -90,6 +111,19 @@ def _measure(options: Options) -> Record:
     if lacking:
         _refuse("bench: this machine lacks " + "; ".join(lacking))
     return run.measure(options)
+
+
+def _end_to_end(*, models: tuple[str, ...], **options: Any) -> None:
+    from tk_serving.bench import e2e, machine
+
+    lacking = machine.missing()
+    if lacking:
+        _refuse("bench: this machine lacks " + "; ".join(lacking))
+    try:
+        records = [e2e.run(e2e.Options(model=name, **options)) for name in models or tuple(e2e.MODELS)]
+    except (ValueError, OSError, e2e.EngineError) as error:
+        _refuse(str(error))
+    raise typer.Exit(0 if all(row["agree"] for record in records for row in record["rows"]) else FOUND)
 
 
 def _refuse(message: str) -> NoReturn:

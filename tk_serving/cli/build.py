@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import shutil
 import time
 from typing import Annotated
 
@@ -12,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tk_serving import environment
 from tk_serving.compile.targets import ARCHS
 from tk_serving.workloads import MODELS
 
@@ -22,6 +22,7 @@ def build(
     out: Annotated[pathlib.Path, typer.Option("--out", help="Folder of the new cache.")],
     arch: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(ARCHS)}.")] = ARCHS[0],
     model: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(KEYS)}.")] = ",".join(KEYS),
+    revision: Annotated[str, typer.Option(help="Git revision for the manifest where there is no checkout.")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="Parallel compilations.")] = os.cpu_count() or 1,
 ) -> None:
     """Build every kernel that the models need, without a GPU, into a folder for TK_SERVING_KERNEL_CACHE."""
@@ -30,8 +31,13 @@ def build(
     archs = _choices("--arch", arch, ARCHS)
     models = _choices("--model", model, [*KEYS, "v3.2"])
     models = list(dict.fromkeys("v3" if name == "v3.2" else name for name in models))  # V3.2 has V3's shapes
-    if shutil.which("nvcc") is None and not os.environ.get("CUDA_HOME"):
-        raise typer.BadParameter("nvcc is needed: put it on PATH or set CUDA_HOME", param_hint="nvcc")
+    if not environment.nvcc():
+        raise typer.BadParameter(
+            "expected a CUDA compiler: put nvcc on PATH, set CUDA_HOME, or "
+            "pip install 'nvidia-cuda-nvcc==13.0.*' 'nvidia-nvvm==13.0.*' 'nvidia-cuda-runtime==13.0.*' "
+            "'nvidia-cuda-cccl==13.0.*' 'nvidia-cuda-crt==13.0.*'",
+            param_hint="nvcc",
+        )
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
     start = time.perf_counter()
@@ -48,7 +54,7 @@ def build(
     if failed:
         console.print(f"{len(failed)} of {len(todo)} kernels failed: no manifest was written")
         raise typer.Exit(1)
-    ahead.write_manifest(out, results, models, archs)
+    ahead.write_manifest(out, results, models, archs, revision)
     size = sum((out / result.file).stat().st_size for result in results)
     console.print(
         f"{len(results)} kernels, {size / 1e6:.1f} MB, {time.perf_counter() - start:.0f} s; "

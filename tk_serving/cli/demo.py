@@ -8,7 +8,7 @@ import typer
 
 
 def demo(
-    engine: Annotated[str, typer.Option(help="Serving engine: vllm.")] = "vllm",
+    engine: Annotated[str, typer.Option(help="Serving engine: vllm or sglang.")] = "vllm",
     simulate: Annotated[
         bool, typer.Option("--simulate", help="On a CPU, run the generated CUDA in the simulator.")
     ] = False,

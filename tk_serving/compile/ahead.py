@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import datetime
 import json
+import logging
 import multiprocessing
 import pathlib
 import time
@@ -58,8 +59,13 @@ def build(
     return results
 
 
-def write_manifest(folder: pathlib.Path, built: Sequence[Built], models: Sequence[str], archs: Sequence[str]) -> None:
-    """Describe a cache folder, so that a server can tell whether it is the right one."""
+def write_manifest(
+    folder: pathlib.Path, built: Sequence[Built], models: Sequence[str], archs: Sequence[str], revision: str = ""
+) -> None:
+    """Describe a cache folder, so that a server can tell whether it is the right one.
+
+    ``revision`` is for trees without git; by default that of the checkout.
+    """
     entries = {
         result.job.digest: {
             "file": result.file,
@@ -73,7 +79,7 @@ def write_manifest(folder: pathlib.Path, built: Sequence[Built], models: Sequenc
     manifest = {
         "format": cache.FORMAT,
         "tk-serving": tk_serving.__version__,
-        "git revision": environment.revision(),
+        "git revision": revision or environment.revision(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "nvcc": environment.nvcc_version() or "unknown",
         "fingerprint": cache.fingerprint(),
@@ -119,11 +125,11 @@ def _launch(job: Job) -> Launch:
 
 
 def _build(job: Job, folder: pathlib.Path) -> Built:
-    import logging
-
-    logging.getLogger("tilelang").setLevel(logging.ERROR)
     start = time.perf_counter()
     try:
+        import tilelang
+
+        tilelang.logger.setLevel(logging.ERROR)  # its import sets a level of its own
         file = kernels.build(_launch(job), job.arch, folder)
     except Exception as error:
         message = f"{type(error).__name__}: {error}".splitlines()

@@ -9,6 +9,7 @@ import logging
 import os
 import pathlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +18,13 @@ from tk_serving.compile.targets import PASS_CONFIGS, arch_of, target
 from tk_serving.config import settings
 from tk_serving.plan import Launch
 
-__all__ = ["KernelUnavailableError", "arch_of", "build", "cuda_source", "load", "loaded", "unavailable"]
+__all__ = ["KernelUnavailableError", "arch_of", "build", "compilations", "cuda_source", "load", "loaded", "unavailable"]
 
 log = logging.getLogger(__name__)
 
 _kernels: dict[tuple, Callable[..., Any]] = {}
+_missing: set[tuple] = set()
+_seconds: dict[str, list[float]] = {}
 _lock = threading.RLock()
 
 
@@ -40,15 +43,30 @@ def load(launch: Launch, arch: str) -> Callable[..., Any]:
 
 
 def unavailable(launch: Launch, arch: str) -> str:
-    """Why the kernel cannot be loaded under ``TK_SERVING_JIT=forbid``; empty if it can."""
-    if (arch, launch.key) in _kernels or cache.find(launch, arch) is not None:
+    """Why the kernel cannot be loaded under ``TK_SERVING_JIT=forbid``; empty if it can.
+
+    The disk is asked once: a kernel that was missing stays so for this process and these cache folders.
+    """
+    if (arch, launch.key) in _kernels:
         return ""
+    asked = (arch, launch.key, settings.kernel_cache, settings.local_cache)
+    if asked not in _missing:
+        if cache.find(launch, arch) is not None:
+            return ""
+        _missing.add(asked)
     return f"{launch.kernel} was not built for this shape and TK_SERVING_JIT=forbid"
 
 
 def loaded() -> int:
     """Kernels held in memory."""
     return len(_kernels)
+
+
+def compilations() -> list[dict[str, Any]]:
+    """What this process compiled so far: ``kernel``, ``compilations``, ``seconds``."""
+    with _lock:
+        rows = {kernel: list(seconds) for kernel, seconds in _seconds.items()}
+    return [{"kernel": kernel, "compilations": len(s), "seconds": sum(s)} for kernel, s in sorted(rows.items())]
 
 
 def build(launch: Launch, arch: str, folder: pathlib.Path) -> pathlib.Path:
@@ -87,7 +105,9 @@ def _load(launch: Launch, arch: str) -> Callable[..., Any]:
                 raise KernelUnavailableError(unavailable(launch, arch))
             if settings.jit == "warn":
                 log.warning("compiling %s for %s: it was not built ahead of time", launch, arch)
+            start = time.perf_counter()
             file = build(launch, arch, cache.local())
+            _seconds.setdefault(launch.kernel, []).append(time.perf_counter() - start)
         _kernels[key] = _open(file)
         return _kernels[key]
 

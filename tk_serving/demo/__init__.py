@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,21 +19,11 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tk_serving.demo import checkpoint, compare
+from tk_serving.demo import checkpoint, compare, engines
 from tk_serving.demo.server import Server, ServerError
 
 LIMIT = 2e-2
 """Largest accepted difference of log-probabilities between the two servers, both in bf16."""
-
-EXPECTED = {
-    "cpu": ("top2_sum_gate", "get_fused_mapping", "expand_to_fused", "swiglu_forward", "reduce_fused"),
-    "cuda": ("top2_sum_gate", "swiglu_forward", "reduce_fused"),
-}
-"""Operators that must have run; on CUDA vLLM's Triton experts map and expand inside their matrix product."""
-
-# A simulated launch takes long on large inputs: few tokens at a time, and a short context.
-_SIZES = ("--max-num-batched-tokens", "512", "--max-num-seqs", "4", "--max-model-len", "512")
-_SIMULATED_SIZES = ("--max-num-batched-tokens", "64", "--max-num-seqs", "1", "--max-model-len", "64")
 
 
 class DemoError(RuntimeError):
@@ -44,7 +35,7 @@ class Demo:
     """One run of the demo.
 
     Attributes:
-        engine: the serving engine; ``vllm``.
+        engine: the serving engine; one of ``engines.NAMES``.
         model: the tiny model; ``v3``.
         tokens: tokens to generate for each prompt.
         port: port of the servers on 127.0.0.1; 0 for any that is free.
@@ -73,47 +64,53 @@ class Demo:
         self._check_options()
         checkpoint.write(self.model, self.folder / "model")
         architecture = checkpoint.config(self.model)["architectures"][0]
-        self.console.print(f"A tiny {architecture} in bf16 on {self.device}, served by vLLM.")
-        ours, calls = self._serve("tilekernels", "vLLM with --kernel-backend tilekernels")
-        theirs, none = self._serve("auto", "vLLM without the flag")
+        label = self._engine.LABEL
+        self.console.print(f"A tiny {architecture} in bf16 on {self.device}, served by {label}.")
+        ours, calls = self._serve("tilekernels", f"{label} with --kernel-backend tilekernels")
+        theirs, none = self._serve("auto", f"{label} without the flag")
         difference = compare.largest_difference(ours, theirs)
         self.console.print(_texts_table(ours, theirs))
         self.console.print(f"\nLargest logprob difference: {difference:.4f} (limit {LIMIT})\n")
         self.console.print(_calls_table(calls))
         self._judge(difference, calls, none)
 
+    @property
+    def _engine(self) -> ModuleType:
+        return engines.find(self.engine)
+
     def _check_options(self) -> None:
-        if self.engine != "vllm":
-            raise DemoError(f"engine {self.engine!r}: expected vllm")
+        if self.engine not in engines.NAMES:
+            raise DemoError(f"engine {self.engine!r}: expected one of {', '.join(engines.NAMES)}")
         if self.model not in checkpoint.MODELS:
             raise DemoError(f"model {self.model!r}: expected one of {', '.join(checkpoint.MODELS)}")
-        if importlib.util.find_spec("vllm") is None:
-            raise DemoError("vLLM is not installed; make demo installs it")
+        if importlib.util.find_spec(self._engine.PACKAGE) is None:
+            raise DemoError(f"{self._engine.LABEL} is not installed; make demo ENGINE={self.engine} installs it")
         self.simulate = self.simulate and self.device == "cpu"
 
     def _serve(self, backend: str, name: str) -> tuple[list[compare.Completion], list[dict[str, Any]]]:
         """Completions of one server, and its counted calls."""
         path = self.folder / "model"
-        arguments = ["--model", str(path), "--served-model-name", self.model, "--dtype", "bfloat16", "--enforce-eager"]
-        arguments += _SIMULATED_SIZES if self.simulate else _SIZES
+        engine = self._engine
+        arguments = engine.arguments(path, self.model, self.device, self.simulate)
         if backend != "auto":
             arguments += ["--kernel-backend", backend]
         allowed = checkpoint.printable(path)
         completions = []
         with _progress(self.console, name) as show:
-            server = Server(arguments, self.folder / f"{backend}.log", self._environment(backend), self.port, show)
+            log = self.folder / f"{backend}.log"
+            server = Server(arguments, log, self._environment(backend), self.port, show, engine.SERVER)
             self.servers.append(server)
             with server:
                 for i, prompt in enumerate(compare.PROMPTS):
                     show(f"prompt {i + 1} of {len(compare.PROMPTS)}")
-                    completions.append(compare.complete(server, self.model, prompt, self.tokens, allowed))
+                    completions.append(engine.complete(server, self.model, prompt, self.tokens, allowed))
                 show("reading /metrics")
                 calls = _settled_calls(server)
                 show("shutting down")
         return completions, calls
 
     def _environment(self, backend: str) -> dict[str, str]:
-        environment = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        environment = self._engine.environment(self.device)
         environment["TK_SERVING_KERNEL_BACKEND"] = "auto"  # only the flag decides
         environment["TK_SERVING_STATE_DIR"] = str(self.folder / "state") if backend != "auto" else ""
         environment["TK_SERVING_CPU"] = "simulator" if self.simulate else "reference"
@@ -123,7 +120,7 @@ class Demo:
         if none:
             raise DemoError("the server without the flag counted calls of tk-serving")
         ran = {row["operator"] for row in calls if row["implementation"] != "engine" and row["calls"]}
-        missing = [name for name in EXPECTED[self.device] if name not in ran]
+        missing = [name for name in self._engine.EXPECTED[self.device] if name not in ran]
         if missing:
             raise DemoError(f"no calls of {', '.join(missing)}")
         if self.simulate and not any(row["implementation"] == "simulator" for row in calls):

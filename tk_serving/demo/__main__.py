@@ -5,12 +5,13 @@ import os
 import sys
 
 from tk_serving import demo
+from tk_serving.demo import engines
 from tk_serving.demo.checkpoint import MODELS
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tk_serving.demo", description=demo.__doc__)
-    parser.add_argument("--engine", choices=("vllm",), default="vllm")
+    parser.add_argument("--engine", choices=engines.NAMES, default="vllm")
     parser.add_argument("--model", choices=tuple(MODELS), default="v3")
     parser.add_argument("--tokens", type=int, default=16, help="tokens to generate for each prompt (default: 16)")
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: any free one)")

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tk_serving.demo.server import Server
-
 PROMPTS = ("the quick brown fox", "tokens find experts", "a kernel is born")
-_TOP = 20
+TOP = 20
+"""Log-probabilities to ask for at every position."""
 
 
 @dataclass(frozen=True)
@@ -23,35 +22,6 @@ class Completion:
     tokens: list[str]
     prompt_positions: list[dict[str, float]]
     positions: list[dict[str, float]]
-
-
-def complete(server: Server, model: str, prompt: str, tokens: int, allowed: Sequence[int]) -> Completion:
-    """The greedy completion of a prompt over the OpenAI-compatible interface."""
-    answer = server.post(
-        "/v1/completions",
-        {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "allowed_token_ids": list(allowed),
-            "logprobs": _TOP,
-            "prompt_logprobs": _TOP,
-            "return_tokens_as_token_ids": True,
-        },
-    )
-    choice = answer["choices"][0]
-    return Completion(
-        text=choice["text"],
-        tokens=choice["logprobs"]["tokens"],
-        prompt_positions=[_by_id(position) for position in choice["prompt_logprobs"] if position],
-        positions=choice["logprobs"]["top_logprobs"],
-    )
-
-
-def _by_id(position: dict[str, Any]) -> dict[str, float]:
-    return {f"token_id:{token}": entry["logprob"] for token, entry in position.items()}
 
 
 def largest_difference(ours: Sequence[Completion], theirs: Sequence[Completion]) -> float:

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible vLLM server in a process group of its own, and requests to it."""
+"""An OpenAI-compatible server in a process group of its own, and requests to it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ class Server:
     """Starts a server, and on leaving the context ends every process that it started.
 
     Args:
-        arguments: arguments of vLLM's API server, without host and port.
+        arguments: arguments of the server, without host and port.
         log: file for everything the server prints.
         environment: variables to add to the environment.
         port: the port; 0 for any that is free.
         watch: called about twice a second while waiting, with the last line of the log.
+        module: the module that starts the server.
 
     Attributes:
         last_lines: the end of the log when the server was told to end.
@@ -46,12 +47,14 @@ class Server:
         environment: dict[str, str] | None = None,
         port: int = 0,
         watch: Callable[[str], None] = lambda line: None,
+        module: str = "vllm.entrypoints.openai.api_server",
     ) -> None:
         self.log = log
         self.port = port or _free_port()
         self._arguments = arguments
         self._environment = environment or {}
         self._watch = watch
+        self._module = module
         self._process: subprocess.Popen[bytes] | None = None
         self.last_lines: list[str] = []
 
@@ -60,7 +63,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Server:
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self._arguments]
+        command = [sys.executable, "-m", self._module, *self._arguments]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tk_serving.expect import Expect
+from tk_serving.workloads import Workload
 
 COLUMN_MULTIPLE = 256
 
@@ -74,3 +75,9 @@ def check_backward(
 def split_packed(kv: Tensor) -> tuple[Tensor, Tensor]:
     """The keys [T, h, D] and the value [T, D] of a packed [T, h + 1, D] buffer."""
     return kv[:, :-1], kv[:, -1]
+
+
+def fine_tuning(*tokens: int) -> list[Workload]:
+    """Hidden sizes that Engram layers are trained with; 5120 is that of V4.1."""
+    models = {4096: "", 5120: "v4.1", 7168: ""}
+    return [Workload(f"{hidden}-fine-tuning", {"hidden": hidden}, tokens, model) for hidden, model in models.items()]

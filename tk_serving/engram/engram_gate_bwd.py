@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from tk_serving import config
+from tk_serving.arithmetic import wide
 from tk_serving.compare import Diff
-from tk_serving.engram._shapes import check_backward, split_packed
+from tk_serving.engram._shapes import check_backward, fine_tuning, split_packed
 from tk_serving.engram.engram_gate_fwd import engram_gate_fwd
 from tk_serving.expect import Expect
 from tk_serving.layout import aligned
 from tk_serving.operator import Launch, Out, Plan, operator
-from tk_serving.workloads import Maker, Workload
+from tk_serving.workloads import Maker
 
 LIMIT = 1e-8  # diff of every gradient
 
@@ -97,7 +98,7 @@ def _inputs(
         {"tokens": 7, "hidden": 1280, "streams": 3, "images": True},
         {"tokens": 140, "hidden": 256, "streams": 2, "clamp": 0.02},
     ],
-    workloads=[Workload(f"{d}-fine-tuning", {"hidden": d}, (4096, 8192)) for d in (4096, 5120, 7168)],
+    workloads=fine_tuning(4096, 8192),
     peers=["tile_kernels"],
 )
 def engram_gate_bwd(
@@ -136,15 +137,15 @@ def engram_gate_bwd(
         ValueError: wrong shape, layout, device, or a clamp that is not positive.
     """
     tokens, streams, width = hidden_states.shape
-    go, x, key, value = grad_out.float(), hidden_states.float(), k.float(), v.float()
+    go, x, key, value = wide(grad_out), wide(hidden_states), wide(k), wide(v)
     similarity = dot.abs() * width**-0.5 * rstd_x * rstd_k
     slope = (width**-0.5 * rstd_x * rstd_k / dot.abs()).sqrt()
     delta = (go * value[:, None]).sum(dim=-1) * gate_score * (1 - gate_score) * 0.5 * slope
     delta = torch.where((similarity < clamp_value) | (dot == 0), 0, delta)[..., None]
     pull_x, pull_k = ((dot * rstd.square() / width)[..., None] for rstd in (rstd_x, rstd_k))
-    grad_x = (go + delta * (key * weight_fused - x * pull_x)).to(torch.bfloat16)
-    grad_k = (delta * (x * weight_fused - key * pull_k)).to(torch.bfloat16)
-    grad_v = (go * gate_score[..., None]).sum(dim=1).to(torch.bfloat16)
+    grad_x = (go + delta * (key * weight_fused - x * pull_x)).to(hidden_states.dtype)
+    grad_k = (delta * (x * weight_fused - key * pull_k)).to(k.dtype)
+    grad_v = (go * gate_score[..., None]).sum(dim=1).to(v.dtype)
     grad_w = delta * (x * key)
     if image_token_mask is not None:
         image = image_token_mask[:, None, None]

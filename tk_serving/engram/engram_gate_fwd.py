@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from tk_serving import config
+from tk_serving.arithmetic import wide
 from tk_serving.compare import Diff
-from tk_serving.engram._shapes import check_gate, split_packed
+from tk_serving.engram._shapes import check_gate, fine_tuning, split_packed
 from tk_serving.expect import Expect
 from tk_serving.layout import aligned
 from tk_serving.operator import Launch, Out, Plan, operator
@@ -39,17 +40,30 @@ def _plan(
             "wide": aligned(hidden_states, k, v, weight_fused),
             "inplace": inplace,
             "blocks_per_sm": _blocks_per_sm(hidden),
+            "stages": _stages(hidden),
+            "threads": 256 if 2048 < hidden <= 4096 else 128,
         },
         _arguments,
     )
     # Stand-ins for a mask and saved values that are absent; the kernel touches neither.
     scratch = (Out((tokens,), torch.uint8), saved)
-    return Plan(outputs, (launch,) if tokens else (), scratch)
+    refusal = f"rows of {hidden} columns do not fit the shared memory twice" if _blocks_per_sm(hidden) == 0 else None
+    return Plan(outputs, (launch,) if tokens and refusal is None else (), scratch, refusal)
+
+
+_SHARED_MEMORY = 228 * 1024  # of a multiprocessor
+_OTHER = 2048  # bytes that a block takes besides its rows
 
 
 def _blocks_per_sm(hidden: int) -> int:
-    """As many as keep a row of x, k and v in registers."""
-    return 4 if hidden <= 4096 else 3 if hidden <= 7168 else 1
+    """As many as have room for two stages of x, k and v, and the weight."""
+    return min(8, _SHARED_MEMORY // (16 * hidden + _OTHER))
+
+
+def _stages(hidden: int) -> int:
+    """As many as these blocks have room for."""
+    blocks = max(1, _blocks_per_sm(hidden))
+    return min(4, (_SHARED_MEMORY // blocks - _OTHER - 4 * hidden) // (6 * hidden))
 
 
 def _arguments(
@@ -131,7 +145,7 @@ def _inputs(
         Workload(f"v4.1-{phase}", {"hidden": 5120, "save": False, "inplace": True}, tokens, "v4.1")
         for phase, tokens in PHASES.items()
     ]
-    + [Workload(f"{d}-fine-tuning", {"hidden": d}, (4096, 8192)) for d in (4096, 5120, 7168)],
+    + fine_tuning(4096, 8192),
     peers=["vllm", "sglang", "tile_kernels"],
 )
 def engram_gate_fwd(
@@ -172,13 +186,13 @@ def engram_gate_fwd(
         ValueError: wrong shape, layout, device, or a number that is not positive.
     """
     width = hidden_states.shape[-1]
-    x, key = hidden_states.float(), k.float()
+    x, key = wide(hidden_states), wide(k)
     dot = (x * weight_fused * key).sum(dim=-1)
     rstd_x = 1 / (x.square().mean(dim=-1) + eps).sqrt()
     rstd_k = 1 / (key.square().mean(dim=-1) + eps).sqrt()
     z = dot * rstd_x * rstd_k * width**-0.5
     gate = torch.sigmoid(torch.copysign(z.abs().clamp_min(clamp_value).sqrt(), z))
-    output = (x + gate[..., None] * v.float()[:, None]).to(torch.bfloat16)
+    output = (x + gate[..., None] * wide(v)[:, None]).to(hidden_states.dtype)
     if image_token_mask is not None:
         output = torch.where(image_token_mask[:, None, None], hidden_states, output)
         image = image_token_mask[:, None]

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tk_serving.arithmetic import wide
 from tk_serving.compare import BITWISE
 from tk_serving.engram._shapes import check_weight
 from tk_serving.expect import Expect
@@ -52,4 +53,4 @@ def fused_weight(weight_hidden: Tensor, weight_embed: Tensor) -> Tensor:
         TypeError: wrong dtype.
         ValueError: wrong shape, layout or device.
     """
-    return weight_hidden.float() * weight_embed.float()
+    return wide(weight_hidden) * wide(weight_embed)

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tk_serving.arithmetic import wide
 from tk_serving.compare import Diff
-from tk_serving.engram._shapes import check_weight
+from tk_serving.engram._shapes import check_weight, fine_tuning
 from tk_serving.expect import Expect
 from tk_serving.operator import Launch, Plan, operator
-from tk_serving.workloads import Maker, Workload
+from tk_serving.workloads import Maker
 
 _expect = Expect("grad_w_reduce")
 
@@ -66,7 +67,7 @@ def _inputs(make: Maker, *, tokens: int, hidden: int, streams: int = 4) -> tuple
         {"tokens": 37, "hidden": 512},
         {"tokens": 132, "hidden": 256, "streams": 3},
     ],
-    workloads=[Workload(f"{d}-fine-tuning", {"hidden": d}, (132,)) for d in (4096, 5120, 7168)],
+    workloads=fine_tuning(132),
     peers=["tile_kernels"],
 )
 def grad_w_reduce(
@@ -93,5 +94,5 @@ def grad_w_reduce(
     total = torch.zeros_like(grad_weight_hidden)
     for partial in grad_w_partial:
         total += partial
-    grad_weight_hidden += total * weight_embed.float()
-    grad_weight_embed += total * weight_hidden.float()
+    grad_weight_hidden += total * wide(weight_embed)
+    grad_weight_embed += total * wide(weight_hidden)

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tk_serving.arithmetic import wide
 from tk_serving.expect import Expect
 from tk_serving.mhc import _partials, _pre
-from tk_serving.mhc._math import inverse_rms, wide
+from tk_serving.mhc._math import inverse_rms
 from tk_serving.mhc._shapes import BF16, F32, MIXES, MULT, count, lead
 from tk_serving.mhc.mhc_post import mhc_post
 from tk_serving.mhc.mhc_pre_apply_mix import mhc_pre_apply_mix
@@ -108,7 +109,7 @@ class Step:
             **dict(zip(("x", "post_layer_mix", "comb_res_mix"), update, strict=False)),
         )
         total = count(tokens)
-        splits = _partials.num_splits(size, MIXES, self.n_splits)
+        splits = _partials.num_splits(size, self.n_splits)
         row = Out((*tokens, size), BF16)
         outputs = (
             *((Out(tuple(self.residual.shape), BF16),) if self.update else ()),

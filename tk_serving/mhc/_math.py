@@ -11,11 +11,6 @@ def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return fma(a, b, c) if c.dtype == torch.float32 else torch.addcmul(c, a.to(c.dtype), b.to(c.dtype))
 
 
-def wide(tensor: Tensor) -> Tensor:
-    """float32, or float64 as it is."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
 def sigmoid(z: Tensor) -> Tensor:
     return 1.0 / (1.0 + torch.exp(-z))
 

@@ -33,6 +33,7 @@ def _inputs(make: Maker, *, tokens: int, hidden: int, mult: int = MULT) -> tuple
     phase="inference",
     plan=_plan,
     inputs=_inputs,
+    moves_data=True,
     equality=BITWISE,
     mutates=("out",),
     finish=owned(1),

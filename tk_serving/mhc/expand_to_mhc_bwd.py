@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from tk_serving.arithmetic import wide
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
-from tk_serving.mhc._math import wide
 from tk_serving.mhc._shapes import BF16, MULT, count, hidden, lead, owned, result, rows
 from tk_serving.operator import Launch, Plan, operator
 from tk_serving.workloads import Maker, serving
@@ -34,6 +34,7 @@ def _inputs(make: Maker, *, tokens: int, hidden: int, mult: int = MULT) -> tuple
     phase="fine-tuning",
     plan=_plan,
     inputs=_inputs,
+    moves_data=True,
     equality=BITWISE,
     mutates=("hidden_grad",),
     finish=owned(1),

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from tk_serving.arithmetic import wide
 from tk_serving.compare import BITWISE, Close
 from tk_serving.expect import Expect
-from tk_serving.mhc._math import multiply_add, wide
+from tk_serving.mhc._math import multiply_add
 from tk_serving.mhc._shapes import BF16, F32, MULT, count, hidden, lead, rows
 from tk_serving.operator import Launch, Out, Plan, operator
 from tk_serving.workloads import Maker, serving

@@ -5,17 +5,19 @@ from typing import Any
 
 from torch import Tensor
 
+from tk_serving.arithmetic import wide
 from tk_serving.compare import Close
 from tk_serving.expect import Expect
 from tk_serving.mhc import _partials
-from tk_serving.mhc._math import tf32, wide
+from tk_serving.mhc._math import tf32
 from tk_serving.mhc._shapes import BF16, F32, MIXES, MULT, count, rows
 from tk_serving.operator import Launch, Out, Plan, operator
 from tk_serving.workloads import Maker, serving
 
 _expect = Expect("mhc_pre_norm_gemm_bwd")
 _TOKENS_PER_PART = 256
-_MAX_PARTS = 16
+_COLUMNS = 256  # of a block
+_BLOCKS = 384  # what a device works on at a time
 
 
 def _plan(
@@ -28,8 +30,8 @@ def _plan(
     _expect.tensor("out_mul_grad", out_mul_grad, F32, (tokens, mixes))
     _expect.tensor("sqrsum_grad", sqrsum_grad, F32, (tokens,))
     _expect.same_device(residual=residual, out_mul_grad=out_mul_grad, sqrsum_grad=sqrsum_grad)
-    # The number of partial sums follows from the tokens alone, so that gradients do not depend on the device.
-    parts = min(-(-tokens // _TOKENS_PER_PART), _MAX_PARTS)
+    # The number of partial sums follows from the shape alone, so that gradients do not depend on the device.
+    parts = min(-(-tokens // _TOKENS_PER_PART), max(1, _BLOCKS * _COLUMNS // columns))
 
     def arguments(
         outs: Sequence[Tensor], residual: Tensor, fn: Tensor, norm_weight: Tensor | None, *grads: Tensor

@@ -1,4 +1,4 @@
-"""Differentiable SwiGLU and RMSNorm."""
+"""Differentiable SwiGLU and RMSNorm, and rounding to a quantised format in training."""
 
 from __future__ import annotations
 
@@ -70,3 +70,27 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         of_x, of_weight = quant.norm_backward(grad.contiguous(), x, weight, rstd)
         return of_x, of_weight, None
+
+
+def round_through(x: Tensor, fmt: str, num_per_channels: int, *, round_sf: bool = False) -> Tensor:
+    """What :func:`per_token_cast` and :func:`per_token_cast_back` leave of x; the gradient passes unchanged.
+
+    Args:
+        x: bfloat16 or float32 [..., H], contiguous.
+        fmt: ``e4m3`` or ``e2m1``.
+        num_per_channels: columns of a group: 16, 32, 64 or 128, dividing H.
+        round_sf: scales are powers of two.
+    """
+    return _RoundThrough.apply(x, fmt, num_per_channels, round_sf)
+
+
+class _RoundThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fmt: str, num_per_channels: int, round_sf: bool) -> Tensor:  # type: ignore[override]
+        rounded = x.clone()
+        quant.per_token_cast_and_cast_back(rounded.view(-1, x.shape[-1]), fmt, num_per_channels, round_sf)
+        return rounded
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad, None, None, None

@@ -14,7 +14,7 @@ from tk_serving.layout import WORD, aligned
 from tk_serving.moe.get_fused_mapping import capacity, get_fused_mapping
 from tk_serving.operator import Launch, Out
 from tk_serving.quant.formats import encode_e4m3
-from tk_serving.workloads import Maker
+from tk_serving.workloads import Maker, Model, Workload, at_one_size, serving
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
@@ -94,6 +94,27 @@ def mapping(
         idx[:, ::3] = -1
     found: Sequence[Tensor] = get_fused_mapping.operator.call("reference", idx, experts, rows, alignment)
     return make.place(found[3]), make.place(found[0])
+
+
+def workloads(parameters: Callable[[Model], dict[str, Any]]) -> tuple[Workload, ...]:
+    """As engines need it, with padding rows left as they are; and with zeros there, at one size of each phase."""
+    zeros = serving(lambda model: {**parameters(model), "zero_padding": True})
+    return serving(lambda model: {**parameters(model), "zero_padding": False}) + at_one_size(zeros)
+
+
+def forget_padding(results: Sequence[Tensor | None], pos_to_expert: Tensor, zero_padding: bool) -> None:
+    """Clear the padding rows of result 0 where they are not zeros already: their content is unspecified."""
+    data = results[0]
+    if not zero_padding and data is not None:
+        data.view(INTEGERS[data.dtype.itemsize])[pos_to_expert < 0] = 0
+
+
+def traffic(read: Sequence[Tensor], outputs: Sequence[Any], pos_to_expert: Tensor, zero_padding: bool) -> int:
+    """Bytes that an expansion must move: without ``zero_padding`` only the rows of result 0 that have an expert."""
+    written = [out.num_bytes for out in outputs]
+    if not zero_padding and pos_to_expert.device.type != "meta":
+        written[0] = written[0] // max(1, len(pos_to_expert)) * int((pos_to_expert >= 0).sum())
+    return sum(t.numel() * t.element_size() for t in read) + sum(written)
 
 
 def scatter(rows: int, x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from tk_serving.workloads import Maker
 
 MAX_EXPERTS = 4096
 MAX_SLOTS = 32
+LOGITS = (torch.float32, torch.bfloat16)
 SCORING = ("sigmoid", "sqrtsoftplus", "softmax")
 LARGEST = torch.finfo(torch.float32).max
 TINY = 1e-20
@@ -34,7 +35,7 @@ class Routing(Equality):
 
 def finite(logits: Tensor) -> Tensor:
     """Limited to finite float32 values; NaN becomes the lowest."""
-    return logits.nan_to_num(nan=-LARGEST, posinf=LARGEST, neginf=-LARGEST)
+    return logits.float().nan_to_num(nan=-LARGEST, posinf=LARGEST, neginf=-LARGEST)
 
 
 def scores_of(x: Tensor, scoring: str) -> Tensor:
@@ -140,7 +141,7 @@ def check(
     biases: dict[str, Tensor | None],
 ) -> tuple[int, int, int]:
     """Check the arguments that both gates take; return tokens, experts and shared slots."""
-    tokens, experts = expect.tensor("logits", logits, torch.float32, ("T", "R"))
+    tokens, experts = expect.tensor("logits", logits, LOGITS, ("T", "R"))
     expect.that(1 <= experts <= MAX_EXPERTS, "logits", f"1 to {MAX_EXPERTS} experts", experts)
     expect.between("num_topk", num_topk, 1, min(experts, MAX_SLOTS))
     shared = 0

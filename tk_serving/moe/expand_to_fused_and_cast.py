@@ -13,7 +13,7 @@ from tk_serving.moe.expand_to_fused_with_sf import expand_to_fused_with_sf
 from tk_serving.operator import Launch, Out, Plan, Quantized, operator
 from tk_serving.quant import casting, samples, scales
 from tk_serving.quant.per_token_cast import per_token_cast
-from tk_serving.workloads import Maker, serving
+from tk_serving.workloads import Maker
 
 FORMATS = ("e4m3", "e2m1")
 
@@ -29,6 +29,7 @@ def _plan(
     use_tma_aligned_col_major_sf: bool,
     round_sf: bool,
     use_packed_ue8m0: bool,
+    zero_padding: bool,
 ) -> Plan:
     _expect.one_of("fmt", fmt, FORMATS)
     source = casting.check_input(_expect, x, None, fmt)
@@ -46,6 +47,7 @@ def _plan(
         "round_sf": round_sf,
         "num_topk": topk,
         "sourced": _fused.gathers_sf(source.tokens, use_tma_aligned_col_major_sf),
+        "zero_padding": zero_padding,
     }
     launches: tuple[Launch, ...] = (Launch("moe.expand_to_fused_and_cast", config, _arguments),)
     scratch: tuple[Out, ...] = ()
@@ -86,6 +88,17 @@ def _verify(x: Tensor, fmt: str, num_per_channels: int, positions: Tensor, pos_t
     _contents.one_pair_for_each_row(_expect, positions, pos_to_expert)
 
 
+def _unspecified(
+    results: list, x: Tensor, fmt: str, npc: int, positions: Tensor, pos_to_expert: Tensor, *flags: bool
+) -> None:
+    _fused.forget_padding(results, pos_to_expert, flags[-1])
+
+
+def _traffic(x: Tensor, fmt: str, npc: int, positions: Tensor, pos_to_expert: Tensor, *flags: bool) -> int:
+    outputs = _plan(x, fmt, npc, positions, pos_to_expert, *flags).outputs
+    return _fused.traffic((x, positions, pos_to_expert), outputs, pos_to_expert, flags[-1])
+
+
 def _inputs(
     make: Maker,
     *,
@@ -102,10 +115,11 @@ def _inputs(
     column_major: bool = True,
     round_sf: bool = False,
     packed: bool = False,
+    zero_padding: bool = True,
 ) -> tuple:
     x = samples.matrix(make, tokens, hidden, getattr(torch, dtype), values, pad)
     positions = _fused.mapping(make, tokens, experts, topk, alignment, drop=topk < 4)
-    return x, fmt, npc, *positions, column_major, round_sf, packed
+    return x, fmt, npc, *positions, column_major, round_sf, packed, zero_padding
 
 
 @operator(
@@ -114,6 +128,9 @@ def _inputs(
     plan=_plan,
     inputs=_inputs,
     verify=_verify,
+    unspecified=_unspecified,
+    traffic=_traffic,
+    moves_data=True,
     equality=BITWISE,
     cases=[
         {"tokens": 0, "hidden": 512, "topk": 2},
@@ -124,8 +141,10 @@ def _inputs(
         {"tokens": 5, "hidden": 1040, "topk": 4, "npc": 32, "fmt": "e2m1", "values": "special"},
         {"tokens": 260, "hidden": 528, "topk": 3, "alignment": 3},
         {"tokens": 260, "hidden": 208, "topk": 2, "npc": 32, "round_sf": True, "packed": True},
+        {"tokens": 9, "hidden": 1104, "topk": 4, "zero_padding": False},
+        {"tokens": 260, "hidden": 528, "topk": 3, "alignment": 3, "zero_padding": False},
     ],
-    workloads=serving(
+    workloads=_fused.workloads(
         lambda m: {
             "hidden": m.hidden_size,
             "topk": m.num_experts_per_tok,
@@ -145,6 +164,7 @@ def expand_to_fused_and_cast(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    zero_padding: bool = True,
 ) -> Quantized:
     """Quantise the row of every token and copy it to its positions; padding rows become zero with scale 0.
 
@@ -161,6 +181,7 @@ def expand_to_fused_and_cast(
         use_tma_aligned_col_major_sf: column-major scales, columns on 16 bytes.
         round_sf: scales are powers of two.
         use_packed_ue8m0: four exponents in an int32; needs both flags above.
+        zero_padding: False leaves the data of padding rows as they are; their scales are 0 all the same.
 
     Returns:
         Data, float8_e4m3fn [N, H] or int8 [N, H / 2], and scales, float32 [N, ceil(H / npc)] or int32

@@ -9,7 +9,7 @@ from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
 from tk_serving.moe import _contents, _fused
 from tk_serving.operator import Launch, Out, Plan, Quantized, operator
-from tk_serving.workloads import Maker, serving
+from tk_serving.workloads import Maker
 
 _expect = Expect("expand_to_fused_with_sf")
 
@@ -20,6 +20,7 @@ def _plan(
     token_topk_to_pos: Tensor,
     pos_to_expert: Tensor,
     use_tma_aligned_col_major_sf: bool,
+    zero_padding: bool,
 ) -> Plan:
     data, sf = x
     _fused.check_rows(_expect, "x[0]", data)
@@ -38,7 +39,7 @@ def _plan(
     )
     topk, rows = _fused.check_mapping(_expect, tokens, token_topk_to_pos, pos_to_expert)
     _expect.same_device(**{"x[0]": data, "x[1]": sf}, token_topk_to_pos=token_topk_to_pos, pos_to_expert=pos_to_expert)
-    config = {"hidden": hidden, "itemsize": data.dtype.itemsize, "num_topk": topk}
+    config = {"hidden": hidden, "itemsize": data.dtype.itemsize, "num_topk": topk, "zero_padding": zero_padding}
     launches: tuple[Launch, ...]
     scratch: tuple[Out, ...] = ()
     if _fused.gathers_sf(tokens, use_tma_aligned_col_major_sf):
@@ -58,6 +59,7 @@ def _arguments(
     token_topk_to_pos: Tensor,
     pos_to_expert: Tensor,
     column_major: bool,
+    _: bool,
 ) -> tuple:
     integer = _fused.INTEGERS[x[0].dtype.itemsize]
     gathered = _fused.gathers_sf(len(x[0]), column_major)
@@ -69,13 +71,22 @@ def _arguments(
 
 
 def _sf_and_experts(
-    out: Sequence[Tensor], x: Quantized, num_per_channels: int, positions: Tensor, pos_to_expert: Tensor, _: bool
+    out: Sequence[Tensor], x: Quantized, num_per_channels: int, positions: Tensor, pos_to_expert: Tensor, *_: bool
 ) -> tuple[Tensor, Tensor]:
     return x[1].view(torch.int32), pos_to_expert
 
 
-def _verify(x: Quantized, num_per_channels: int, token_topk_to_pos: Tensor, pos_to_expert: Tensor, _: bool) -> None:
+def _verify(x: Quantized, num_per_channels: int, token_topk_to_pos: Tensor, pos_to_expert: Tensor, *_: bool) -> None:
     _contents.one_pair_for_each_row(_expect, token_topk_to_pos, pos_to_expert)
+
+
+def _unspecified(results: list, x: Quantized, npc: int, positions: Tensor, pos_to_expert: Tensor, *flags: bool) -> None:
+    _fused.forget_padding(results, pos_to_expert, flags[-1])
+
+
+def _traffic(x: Quantized, npc: int, positions: Tensor, pos_to_expert: Tensor, *flags: bool) -> int:
+    outputs = _plan(x, npc, positions, pos_to_expert, *flags).outputs
+    return _fused.traffic((*x, positions, pos_to_expert), outputs, pos_to_expert, flags[-1])
 
 
 def _inputs(
@@ -91,6 +102,7 @@ def _inputs(
     packed: bool = False,
     column_major: bool = True,
     sf_column_major: bool = False,
+    zero_padding: bool = True,
 ) -> tuple:
     """The scales come in ``sf_column_major`` layout and go out in ``column_major`` layout."""
     blocks = -(-hidden // npc)
@@ -103,6 +115,7 @@ def _inputs(
         npc,
         *_fused.mapping(make, tokens, experts, topk, alignment, drop=topk < 4),
         column_major,
+        zero_padding,
     )
 
 
@@ -112,6 +125,9 @@ def _inputs(
     plan=_plan,
     inputs=_inputs,
     verify=_verify,
+    unspecified=_unspecified,
+    traffic=_traffic,
+    moves_data=True,
     equality=BITWISE,
     cases=[
         {"tokens": 0, "hidden": 256, "topk": 2},
@@ -120,8 +136,11 @@ def _inputs(
         {"tokens": 5, "hidden": 416, "topk": 2, "npc": 32, "dtype": "int8", "packed": True, "alignment": 3},
         {"tokens": 300, "hidden": 544, "topk": 3, "npc": 32, "dtype": "int8", "alignment": 3},
         {"tokens": 260, "hidden": 160, "topk": 2, "npc": 32, "packed": True, "sf_column_major": True},
+        {"tokens": 9, "hidden": 1024, "topk": 4, "zero_padding": False},
+        {"tokens": 9, "hidden": 576, "topk": 3, "column_major": False, "alignment": 3, "zero_padding": False},
+        {"tokens": 260, "hidden": 544, "topk": 3, "npc": 32, "zero_padding": False},
     ],
-    workloads=serving(
+    workloads=_fused.workloads(
         lambda m: {
             "hidden": m.hidden_size,
             "topk": m.num_experts_per_tok,
@@ -138,6 +157,7 @@ def expand_to_fused_with_sf(
     token_topk_to_pos: Tensor,
     pos_to_expert: Tensor,
     use_tma_aligned_col_major_sf: bool = False,
+    zero_padding: bool = True,
 ) -> Quantized:
     """Copy the quantised row and the scales of every token to its positions; padding rows become zero.
 
@@ -151,6 +171,7 @@ def expand_to_fused_with_sf(
         pos_to_expert: int32 [N]; negative marks padding.
         use_tma_aligned_col_major_sf: return the scales column-major, every column starting on 16 bytes; required for
             packed scales.
+        zero_padding: False leaves the data of padding rows as they are; their scales are 0 all the same.
 
     Returns:
         Data [N, H] and scales [N, columns], with the dtypes of ``x``.

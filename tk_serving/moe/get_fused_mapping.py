@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from tk_serving.compare import BITWISE
-from tk_serving.expect import Expect
+from tk_serving.expect import Expect, short
 from tk_serving.moe import _contents
 from tk_serving.operator import Launch, Out, Plan, operator
-from tk_serving.workloads import Maker, serving
+from tk_serving.workloads import Maker, Model, Workload, at_one_size, serving
 
 MAX_EXPERTS = 1024
 MAX_ROWS = 2**31 - 2**20  # leaves room for the steps of the last loop
@@ -31,7 +31,7 @@ def capacity(pairs: int, num_experts: int, alignment: int) -> int:
 
 
 def _plan(topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignment: int, force_no_sync: bool) -> Plan:
-    tokens, topk = _expect.tensor("topk_idx", topk_idx, torch.int64, ("T", "K"))
+    tokens, topk = _expect.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), ("T", "K"))
     _expect.that(topk > 0, "topk_idx", "at least one column", [tokens, topk])
     _expect.between("num_experts", num_experts, 1, MAX_EXPERTS)
     _expect.at_least("alignment", alignment, 1)
@@ -46,16 +46,17 @@ def _plan(topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignmen
             "captured: the counts would be copied to the host"
         )
     rows = num_expanded_tokens or most // alignment * alignment
-    config = {"num_experts": num_experts, "num_topk": topk}
+    ids = {"num_experts": num_experts, "ids_dtype": short(topk_idx.dtype)}
+    config = {**ids, "num_topk": topk}
     placing: tuple[Launch, ...]
     if pairs <= MAX_PAIRS_IN_ONE_LAUNCH:
         placing = (Launch("moe.get_fused_mapping", {**config, "counted": False}, _arguments_of_one),)
         # Stand-ins for the empty tensors of an empty batch.
-        scratch: tuple[Out, ...] = () if tokens else (Out((1,), torch.int64), Out((1,), torch.int32))
+        scratch: tuple[Out, ...] = () if tokens else (Out((1,), topk_idx.dtype), Out((1,), torch.int32))
     else:
         sections, chunks, _ = _division(pairs)
         placing = (
-            Launch("moe.get_fused_mapping:count", {"num_experts": num_experts}, _arguments_of_count),
+            Launch("moe.get_fused_mapping:count", ids, _arguments_of_count),
             Launch("moe.get_fused_mapping", {**config, "counted": True}, _arguments_of_place),
         )
         scratch = (Out((sections, num_experts), torch.int32), Out((chunks, num_experts), torch.int32))
@@ -118,6 +119,7 @@ def _inputs(
     alignment: int = 128,
     rows: int | None = None,
     ids: str = "distinct",
+    dtype: str = "int64",
 ) -> tuple:
     if ids == "distinct":
         idx = make.topk_ids(tokens, experts, topk)
@@ -126,7 +128,17 @@ def _inputs(
     else:
         idx = make.randint(-3, experts + 3, tokens, topk)
     rows = capacity(tokens * topk, experts, alignment) if rows is None else rows
-    return idx, experts, rows, alignment, True
+    return idx.to(getattr(torch, dtype)), experts, rows, alignment, True
+
+
+def _workloads() -> tuple[Workload, ...]:
+    """With ids as most engines have them; and as int64, at a size of each phase."""
+
+    def parameters(model: Model, dtype: str) -> dict[str, object]:
+        return {"experts": model.n_routed_experts, "topk": model.num_experts_per_tok, "dtype": dtype}
+
+    wide = serving(lambda model: parameters(model, "int64"))
+    return serving(lambda model: parameters(model, "int32")) + at_one_size(wide)
 
 
 @operator(
@@ -146,8 +158,10 @@ def _inputs(
         {"tokens": 7000, "experts": 40, "topk": 6, "alignment": 128},
         {"tokens": 4500, "experts": 1000, "topk": 2, "alignment": 1, "ids": "any", "rows": 8000},
         {"tokens": 2000, "experts": 3, "topk": 5, "ids": "one", "alignment": 64},
+        {"tokens": 37, "experts": 40, "topk": 3, "ids": "any", "dtype": "int32"},
+        {"tokens": 1400, "experts": 40, "topk": 3, "ids": "any", "dtype": "int32"},
     ],
-    workloads=serving(lambda m: {"experts": m.n_routed_experts, "topk": m.num_experts_per_tok}),
+    workloads=_workloads(),
     peers=["vllm"],
 )
 def get_fused_mapping(
@@ -159,7 +173,7 @@ def get_fused_mapping(
     ``alignment``. Ids outside [0, num_experts) have no position.
 
     Args:
-        topk_idx: int64 [T, K], contiguous, T * K + (alignment - 1) * E < 2^31 - 2^20.
+        topk_idx: int64 or int32 [T, K], contiguous, T * K + (alignment - 1) * E < 2^31 - 2^20.
         num_experts: E, at most 1024.
         num_expanded_tokens: N, the number of rows; pairs beyond it are dropped. 0 takes an upper bound that holds
             for every choice of experts, (T * K + (alignment - 1) * E) rounded down to the alignment.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tk_serving.expect import Expect
+from tk_serving.expect import Expect, short
 from tk_serving.moe import _contents, _gating
 from tk_serving.operator import Existing, Launch, Out, Plan, Quantized, operator
 from tk_serving.workloads import Maker, serving
@@ -35,6 +35,7 @@ def _plan(
     scores: Tensor | None,
     hash_table: Tensor | None,
     token_ids: Tensor | None,
+    int32_ids: bool,
 ) -> Plan:
     tokens, experts, shared = _gating.check(
         _expect,
@@ -59,9 +60,10 @@ def _plan(
     _expect.together(image_bias=image_bias, image_token_mask=image_token_mask)
     _check_table(tokens, num_topk, hash_table, token_ids, fix_routing_mask)
     shape = (tokens, num_topk + shared)
-    results: tuple[Out | Existing, ...] = (Out(shape, torch.int64), Out(shape, torch.float32))
+    ids_dtype = torch.int32 if int32_ids else torch.int64
+    results: tuple[Out | Existing, ...] = (Out(shape, ids_dtype), Out(shape, torch.float32))
     if out is not None:
-        _expect.same("out[0]", out[0], shape, torch.int64)
+        _expect.same("out[0]", out[0], shape, ids_dtype)
         _expect.same("out[1]", out[1], shape, torch.float32)
         results = (Existing("out", 0), Existing("out", 1))
     if scores is not None:
@@ -94,6 +96,8 @@ def _plan(
             scores=scores,
         ),
         "spread": hash_table is None and _gating.is_spread(tokens),
+        "logits_dtype": short(logits.dtype),
+        "ids_dtype": "int32" if int32_ids else "int64",
     }
     return Plan(results, (Launch("moe.gate", config, _arguments),) if tokens else ())
 
@@ -142,6 +146,7 @@ def _arguments(
     scores: Tensor | None,
     hash_table: Tensor | None,
     token_ids: Tensor | None,
+    int32_ids: bool,
 ) -> tuple:
     shared = num_shared_experts if use_shared_as_routed else 0
     return _gating.arguments(
@@ -172,7 +177,7 @@ def _finish(flat: tuple[Tensor, Tensor], *arguments: object) -> tuple[Tensor, Te
 def _verify(logits: Tensor, *arguments: Any) -> None:
     fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx = arguments[10:14]
     _gating.verify(_expect, logits, fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx)
-    hash_table, token_ids = arguments[-2:]
+    hash_table, token_ids = arguments[-3:-1]
     if hash_table is not None:
         _contents.below(_expect, "hash_table", hash_table, logits.shape[1])
         _contents.below(_expect, "token_ids", token_ids, len(hash_table))
@@ -198,9 +203,12 @@ def _inputs(
     vocabulary: int = 0,
     table_dtype: torch.dtype = torch.int64,
     special: bool = False,
+    int32_ids: bool = False,
+    bf16: bool = False,
 ) -> tuple:
     bias = make.randn(experts, scale=0.1) if biased else None
-    logits = _gating.apart(make.randn(tokens, experts), bias, scoring, topk)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    logits = _gating.apart(make.randn(tokens, experts, dtype=dtype), bias, scoring, topk)
     image_bias = make.randn(experts, scale=0.1) if image else None
     if special and logits.device.type != "meta":
         logits[0] = float("nan")
@@ -228,6 +236,7 @@ def _inputs(
         make.rand(tokens, experts) if with_scores else None,
         make.randint(-1, experts + 1, vocabulary, topk, dtype=table_dtype) if vocabulary else None,
         make.randint(-1, vocabulary + 1, tokens, dtype=table_dtype) if vocabulary else None,
+        int32_ids,
     )
 
 
@@ -256,6 +265,7 @@ def _inputs(
         },
         {"tokens": 20, "experts": 64, "topk": 6, "image": True, "random": True, "preallocated": True, "copies": 2},
         {"tokens": 9, "experts": 256, "topk": 6, "biased": False, "vocabulary": 50},
+        {"tokens": 9, "experts": 256, "topk": 6, "masked": True, "int32_ids": True, "bf16": True},
         {
             "tokens": 9,
             "experts": 48,
@@ -329,6 +339,7 @@ def moe_topk_gate(
     *,
     hash_table: Tensor | None = None,
     token_ids: Tensor | None = None,
+    int32_ids: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts of every token by score + bias (softmax: logit + bias), or take them from a table.
 
@@ -336,7 +347,7 @@ def moe_topk_gate(
     count as the largest finite value, NaN as the lowest.
 
     Args:
-        logits: float32 [T, R], contiguous, R <= 4096.
+        logits: float32 (or bfloat16, taken as float32) [T, R], contiguous, R <= 4096.
         num_topk: K routed experts of a token, K <= R; at most 32 slots with the shared ones.
         use_shared_as_routed: append slots with the ids R, R + 1, ... and weight 1 for the shared experts.
         num_shared_experts: S of these slots, 1 or 2.
@@ -358,9 +369,10 @@ def moe_topk_gate(
         hash_table: int32 or int64 [V, K]: logical ids by token id; replaces the choice by scores. Ids outside [0, R)
             become -1 with weight 0, as do all ids of a token outside [0, V).
         token_ids: int32 or int64 [T]: the rows of ``hash_table``.
+        int32_ids: return the ids as int32, which serving engines read.
 
     Returns:
-        Ids, int64 [T, K + S], and weights, float32 [T, K + S].
+        Ids, int64 (or int32) [T, K + S], and weights, float32 [T, K + S].
 
     Raises:
         TypeError: dtype.
@@ -409,4 +421,5 @@ def moe_topk_gate(
         unmapped_topk_idx.copy_(torch.where(routed[:, None], unmapped, -1))
     if scores is not None:
         scores.copy_(torch.where(routed[:, None], all_scores, 0.0))
-    return torch.where(live[:, None], ids, -1), torch.where(live[:, None], weights, 0.0)
+    ids = torch.where(live[:, None], ids, -1)
+    return ids.int() if int32_ids else ids, torch.where(live[:, None], weights, 0.0)

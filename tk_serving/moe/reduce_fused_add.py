@@ -97,6 +97,7 @@ def _inputs(
     verify=_verify,
     finish=_finish,
     mutates=["out"],
+    moves_data=True,
     equality=BITWISE,
     cases=[
         {"tokens": 0, "hidden": 64, "topk": 2},

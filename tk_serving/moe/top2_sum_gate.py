@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tk_serving.expect import Expect
+from tk_serving.expect import Expect, short
 from tk_serving.moe import _gating
 from tk_serving.moe.mask_indices_by_tp import mask_indices_by_tp
 from tk_serving.operator import Launch, Out, Plan, operator
@@ -34,6 +34,7 @@ def _plan(
     to_physical_map: Tensor | None,
     logical_count: Tensor | None,
     unmapped_topk_idx: Tensor | None,
+    int32_ids: bool,
 ) -> Plan:
     tokens, experts, shared = _gating.check(
         _expect,
@@ -76,10 +77,13 @@ def _plan(
             unmapped_topk_idx=unmapped_topk_idx,
         ),
         "spread": _gating.is_spread(tokens),
+        "logits_dtype": short(logits.dtype),
+        "ids_dtype": "int32" if int32_ids else "int64",
     }
     shape = (tokens, num_topk + shared)
     launches = (Launch("moe.gate", config, _arguments),) if tokens else ()
-    return Plan((Out(shape, torch.int64), Out(shape, torch.float32)), launches)
+    ids_dtype = torch.int32 if int32_ids else torch.int64
+    return Plan((Out(shape, ids_dtype), Out(shape, torch.float32)), launches)
 
 
 def _check_groups(experts: int, num_topk: int, num_topk_groups: int, num_groups: int) -> bool:
@@ -124,6 +128,7 @@ def _arguments(
     to_physical_map: Tensor | None,
     logical_count: Tensor | None,
     unmapped_topk_idx: Tensor | None,
+    int32_ids: bool,
 ) -> tuple:
     shared = num_shared_experts if use_shared_as_routed else 0
     physical = _gating.num_physical_experts(logits, shared, to_physical_map)
@@ -145,7 +150,7 @@ def _arguments(
 
 
 def _verify(logits: Tensor, *arguments: Any) -> None:
-    fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx = arguments[-4:]
+    fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx = arguments[-5:-1]
     _gating.verify(_expect, logits, fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx)
 
 
@@ -166,9 +171,12 @@ def _inputs(
     ep: int = 1,
     tp: int = 1,
     special: bool = False,
+    int32_ids: bool = False,
+    bf16: bool = False,
 ) -> tuple:
     bias = make.randn(experts, scale=0.1)
-    logits = _gating.apart(make.randn(tokens, experts), bias, scoring, topk, groups)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    logits = _gating.apart(make.randn(tokens, experts, dtype=dtype), bias, scoring, topk, groups)
     if special and logits.device.type != "meta":
         logits[0] = float("nan")
         logits[1, 3:] = -float("inf")
@@ -184,6 +192,7 @@ def _inputs(
         make.randint(0, 2, tokens).bool() if fixed else None,
         *map_and_count,
         unmapped,
+        int32_ids,
     )
 
 
@@ -198,6 +207,16 @@ def _inputs(
     cases=[
         {"tokens": 0, "experts": 256, "topk": 8, "groups": 8, "kept": 4},
         {"tokens": 33, "experts": 256, "topk": 8, "groups": 8, "kept": 4},
+        {
+            "tokens": 3,
+            "experts": 256,
+            "topk": 8,
+            "groups": 8,
+            "kept": 4,
+            "masked": True,
+            "int32_ids": True,
+            "bf16": True,
+        },
         {
             "tokens": 9,
             "experts": 72,
@@ -256,6 +275,8 @@ def top2_sum_gate(
     to_physical_map: Tensor | None = None,
     logical_count: Tensor | None = None,
     unmapped_topk_idx: Tensor | None = None,
+    *,
+    int32_ids: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts of every token, from the best groups of experts where groups are given.
 
@@ -264,7 +285,7 @@ def top2_sum_gate(
     largest finite value, NaN as the lowest.
 
     Args:
-        logits: float32 [T, R], contiguous, R <= 4096.
+        logits: float32 (or bfloat16, taken as float32) [T, R], contiguous, R <= 4096.
         bias: float32 [R].
         num_topk: K routed experts of a token, K <= R; at most 32 slots with the shared ones.
         num_topk_groups: groups kept; equal to num_groups, or both 0, for a choice without groups.
@@ -283,9 +304,10 @@ def top2_sum_gate(
         to_physical_map: int32 [R + S, Dup]: physical ids of every logical expert; needs Dup > S.
         logical_count: int32 [R + S]: number of valid entries in each row of the map.
         unmapped_topk_idx: int64 [T, K], rows may be strided: receives the logical ids of the routed experts.
+        int32_ids: return the ids as int32, which serving engines read.
 
     Returns:
-        Ids, int64 [T, K + S], and weights, float32 [T, K + S].
+        Ids, int64 (or int32) [T, K + S], and weights, float32 [T, K + S].
 
     Raises:
         TypeError: dtype.
@@ -319,4 +341,4 @@ def top2_sum_gate(
         weights = torch.where(mask[:, None], weights, 0.0)
         if unmapped_topk_idx is not None:
             unmapped_topk_idx.copy_(torch.where(mask[:, None], unmapped_topk_idx, -1))
-    return ids, weights
+    return ids.int() if int32_ids else ids, weights

@@ -13,6 +13,7 @@ from tk_serving.layout import address
 from tk_serving.operator import Launch, Out, Plan, operator
 from tk_serving.quant import rand
 from tk_serving.quant.formats import encode_e4m3
+from tk_serving.quant.rounding import stochastic
 from tk_serving.workloads import Maker, serving
 
 TARGETS = {torch.float32: (torch.bfloat16, torch.float8_e4m3fn), torch.bfloat16: (torch.float8_e4m3fn,)}
@@ -94,18 +95,6 @@ def cast(x: Tensor, dtype: torch.dtype, stochastic_rounding: bool = False, *, se
     if not stochastic_rounding:
         return encode_e4m3(x.float()) if dtype == torch.float8_e4m3fn else x.to(dtype)
     random = rand.random_bits(rand.next_state(x.device, seed), x.numel()).view(x.shape)
-    values = x.float()
-    bits = values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    size = bits & 0x7FFFFFFF
     if dtype == torch.bfloat16:
-        size = size + (random >> 16) & 0xFFFF0000
-    else:
-        # Below the normal numbers codes are 2^-9 apart.
-        steps = values.abs() * 512
-        whole = steps.floor()
-        up = ((random >> 8).float() * 2.0**-24 < steps - whole).float()
-        small = ((whole + up) * 2.0**-9).view(torch.int32).to(torch.int64)
-        size = torch.where(size < 121 << 23, small, size + (random >> 12) & 0xFFF00000)
-    rounded = (size | bits & 0x80000000).to(torch.int32).view(torch.float32)
-    rounded = torch.where(values.isnan(), values, rounded)
-    return encode_e4m3(rounded) if dtype == torch.float8_e4m3fn else rounded.to(dtype)
+        return stochastic(x, random, "bfloat16").to(dtype)
+    return encode_e4m3(stochastic(x.float(), random, "e4m3"))

@@ -13,14 +13,12 @@ from tk_serving.expect import Expect, short
 from tk_serving.layout import aligned
 from tk_serving.operator import Quantized
 from tk_serving.plan import Launch, Out
-from tk_serving.quant import scales
+from tk_serving.quant import rand, scales
 from tk_serving.quant.formats import FORMATS, decode, encode
+from tk_serving.quant.rounding import stochastic as stochastic_rounding
 
 GROUPS = (16, 32, 64, 128)
 """Group sizes of per-token casts besides the whole row."""
-
-DECODE_TOKENS = 128
-"""Up to this many tokens a warp takes one of them, so that all multiprocessors have work; beyond it takes four."""
 
 Tensors = Sequence[Tensor | None]
 
@@ -42,11 +40,6 @@ class Input:
     config: dict[str, object]
     data: Tensor
     sf: Tensor | None
-
-    @property
-    def rows(self) -> int:
-        """Tokens that a warp takes. A symbolic count is not compared: that would become a guard of a traced graph."""
-        return 1 if type(self.tokens) is int and self.tokens <= DECODE_TOKENS else 4
 
 
 def check_input(
@@ -123,39 +116,53 @@ def cast_launch(
     *,
     sf_only: bool = False,
     given: Tensors = (),
+    stochastic: bool = False,
+    seed: int | None = None,
 ) -> Launch:
     """The kernel of a cast with outputs (data, sf), or with the output sf alone.
 
     ``given``: caller-owned outputs, which need not start on words of 16 bytes.
     """
     config = dict(source.config, fmt=fmt, layout=layout, round_sf=round_sf, with_data=not sf_only)
+    config["stochastic"] = stochastic
     config["aligned"] = aligned(source.data, *given)
     if num_per_channels in GROUPS:
-        config |= {"npc": num_per_channels, "rows": source.rows}
-        return Launch("quant.per_token_cast:by_group", config, _arguments(sf_only))
+        config["npc"] = num_per_channels
+        return Launch("quant.per_token_cast:by_group", config, _arguments(sf_only, stochastic, seed))
     octets = source.hidden // 8
     warps = min(32, -(-octets // 128))
     held = -(-octets // (32 * warps))
     config |= {"warps": warps, "held": held if held <= 8 else 0}
-    return Launch("quant.per_token_cast:by_token", config, _arguments(sf_only))
+    return Launch("quant.per_token_cast:by_token", config, _arguments(sf_only, stochastic, seed))
 
 
-def _arguments(sf_only: bool) -> Callable[..., Sequence[Any]]:
+def _arguments(sf_only: bool, stochastic: bool, seed: int | None) -> Callable[..., Sequence[Any]]:
     def arguments(outputs: Tensors, x: Tensor | Quantized, *_: object) -> Sequence[Any]:
         data, sf = (None, outputs[0]) if sf_only else outputs
-        return (x, None, data, sf) if isinstance(x, Tensor) else (*x, data, sf)
+        values = (x, None) if isinstance(x, Tensor) else x
+        return (*values, data, sf, rand.next_state(values[0].device, seed) if stochastic else None)
 
     return arguments
 
 
-def rescale_launch(source: Input, fmt: str, sf: Tensor | None, block: tuple[int, int], given: Tensor | None) -> Launch:
+def rescale_launch(
+    source: Input,
+    fmt: str,
+    sf: Tensor | None,
+    block: tuple[int, int],
+    given: Tensor | None,
+    *,
+    stochastic: bool = False,
+    seed: int | None = None,
+) -> Launch:
     """The kernel that writes the input in another format: ``sf`` are the given scales of a quantised result."""
-    config = dict(source.config, fmt=fmt, sf=None if sf is None else short(sf.dtype), sf_block=block, rows=source.rows)
+    config = dict(source.config, fmt=fmt, sf=None if sf is None else short(sf.dtype), sf_block=block)
+    config["stochastic"] = stochastic
     config["aligned"] = aligned(source.data, given)
 
     def arguments(outputs: Tensors, x: Tensor | Quantized, *_: object) -> Sequence[Any]:
         values = (x, None) if isinstance(x, Tensor) else x
-        return (*values, sf, outputs[0])
+        return (*values, sf, outputs[0], rand.next_state(values[0].device, seed) if stochastic else None)
 
     return Launch("quant.rescale", config, arguments)
 
@@ -189,8 +196,22 @@ def amax_of(values: Tensor, factor: Tensor | None, block_m: int, block_k: int) -
     return scales.block_amax(size if factor is None else size * factor, block_m, block_k)
 
 
-def quantize(values: Tensor, factor: Tensor | None, inverse: Tensor, fmt: str, block_m: int, block_k: int) -> Tensor:
-    """Codes of values * inverse, or of values * (factor * inverse); ``inverse`` [M, Kb] is one for each block."""
+def quantize(
+    values: Tensor,
+    factor: Tensor | None,
+    inverse: Tensor,
+    fmt: str,
+    block_m: int,
+    block_k: int,
+    state: Tensor | None = None,
+) -> Tensor:
+    """Codes of values * inverse, or of values * (factor * inverse); ``inverse`` [M, Kb] is one for each block.
+
+    With the ``state`` of random bits they are rounded stochastically.
+    """
     tokens, hidden = values.shape
     multiplier = scales.per_element(inverse, block_m, block_k, tokens, hidden)
-    return encode(values * (multiplier if factor is None else factor * multiplier), fmt)
+    scaled = values * (multiplier if factor is None else factor * multiplier)
+    if state is not None:
+        scaled = stochastic_rounding(scaled, rand.random_bits(state, scaled.numel()).view(scaled.shape), fmt)
+    return encode(scaled, fmt)

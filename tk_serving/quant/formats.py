@@ -18,6 +18,8 @@ class Format:
         maximum: largest magnitude of a code.
         floor: smallest amax of a block.
         bytes: storage of eight values.
+        mantissa: bits behind the leading one.
+        smallest: the smallest normal number.
     """
 
     name: str
@@ -25,6 +27,8 @@ class Format:
     maximum: float
     floor: float
     bytes: int
+    mantissa: int
+    smallest: float
 
     @property
     def storage(self) -> str:
@@ -37,9 +41,9 @@ class Format:
 
 
 FORMATS = {
-    "e4m3": Format("e4m3", torch.float8_e4m3fn, 448.0, 1e-4, 8),
-    "e2m1": Format("e2m1", torch.int8, 6.0, 6 * 2.0**-126, 4),
-    "e5m6": Format("e5m6", torch.uint8, 65024.0, 1e-4, 12),
+    "e4m3": Format("e4m3", torch.float8_e4m3fn, 448.0, 1e-4, 8, 3, 2.0**-6),
+    "e2m1": Format("e2m1", torch.int8, 6.0, 6 * 2.0**-126, 4, 1, 1.0),
+    "e5m6": Format("e5m6", torch.uint8, 65024.0, 1e-4, 12, 6, 2.0**-14),
 }
 """``e2m1``: two values in a byte, the first in the low nibble. ``e5m6``: eight values in twelve bytes."""
 

@@ -13,7 +13,6 @@ from tk_serving import config
 from tk_serving.expect import Expect, short
 from tk_serving.layout import aligned
 from tk_serving.plan import Launch
-from tk_serving.quant.casting import DECODE_TOKENS
 
 HELD = 8
 """Octets of a row that a lane may hold in registers where a row has one scale: H <= 65536."""
@@ -90,18 +89,26 @@ class Rows:
         }
 
 
-def launch(x: Tensor, rows: Rows, fmt: str, npc: int, layout: str, round_sf: bool, floor: float) -> Launch:
+def launch(
+    x: Tensor, rows: Rows, fmt: str, npc: int, layout: str, round_sf: bool, floor: float, zero_padding: bool = True
+) -> Launch:
     """The kernel for outputs (data, sf), or (data,) with ``npc`` 0; ``fmt`` is a quantised format or a dtype's name."""
     hidden = x.shape[1] // 2
-    few = type(x.shape[0]) is int and x.shape[0] <= DECODE_TOKENS
-    config_ = dict(rows.config, x=short(x.dtype), fmt=fmt, round_sf=round_sf, aligned=aligned(x))
+    config_ = dict(
+        rows.config,
+        x=short(x.dtype),
+        fmt=fmt,
+        round_sf=round_sf,
+        aligned=aligned(x),
+        zero_padding=zero_padding or rows.experts is None,
+    )
     if npc == hidden and npc not in (32, 64, 128):
         octets = hidden // 8
         warps = min(32, -(-octets // 128))
         config_ |= {"warps": warps, "held": -(-octets // (32 * warps))}
         kernel = "quant.swiglu:by_row"
     else:
-        config_ |= {"npc": npc, "layout": layout, "rows": 1 if few else 2}
+        config_ |= {"npc": npc, "layout": layout}
         kernel = "quant.swiglu:by_group"
     weights = rows.row_weights if rows.topk_weights is None else rows.topk_weights
     numbers = (rows.clamp or 0.0, floor, 1.0 if rows.factor is None else rows.factor, config.get_token_alignment())

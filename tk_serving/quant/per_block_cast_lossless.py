@@ -46,7 +46,7 @@ def _plan(
     out = casting.data_out("e4m3", source.tokens, source.hidden)
     out_sf = scales.sf_out(layout, -(-source.tokens // out_m), -(-source.hidden // out_k))
     exponents = {"x_sf": short(sf.dtype), "ratio": (out_m // block_m, out_k // block_k), "layout": layout}
-    values = {"x_sf": short(sf.dtype), "x_block": (block_m, block_k), "rows": source.rows, "aligned": aligned(data)}
+    values = {"x_sf": short(sf.dtype), "x_block": (block_m, block_k), "aligned": aligned(data)}
     values |= {"sf": short(out_sf.dtype), "sf_block": (out_m, out_k)}
     launches = (
         Launch("quant.per_block_cast_lossless:exponents", exponents, _scales),

@@ -7,7 +7,7 @@ from torch import Tensor
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
 from tk_serving.operator import Existing, Plan, Quantized, operator
-from tk_serving.quant import casting, samples, scales
+from tk_serving.quant import casting, rand, samples, scales
 from tk_serving.quant.formats import FORMATS
 from tk_serving.workloads import serving
 
@@ -24,6 +24,8 @@ def _plan(
     round_sf: bool,
     use_packed_ue8m0: bool,
     use_e4m3_sf: bool,
+    stochastic_cast: bool,
+    seed: int | None,
     out: Quantized | None,
 ) -> Plan:
     _expect.one_of("fmt", fmt, tuple(FORMATS))
@@ -40,7 +42,9 @@ def _plan(
         casting.check_given(_expect, "out[0]", out[0], data)
         casting.check_given(_expect, "out[1]", out[1], sf)
         _expect.same_device(**{"x": source.data, "out[0]": out[0], "out[1]": out[1]})
-    launch = casting.cast_launch(source, fmt, num_per_channels, layout, round_sf, given=out or ())
+    launch = casting.cast_launch(
+        source, fmt, num_per_channels, layout, round_sf, given=out or (), stochastic=stochastic_cast, seed=seed
+    )
     results = (data, sf) if out is None else (Existing("out", 0), Existing("out", 1))
     return Plan(results, (launch,) if source.tokens else ())
 
@@ -93,6 +97,17 @@ def _finish(results: Quantized, *args: Any) -> Quantized:
             "block": (3, 128),
             "values": "special",
         },
+        {"tokens": 5, "hidden": 592, "fmt": "e4m3", "npc": 128, "values": "special", "stochastic": True},
+        {
+            "tokens": 5,
+            "hidden": 592,
+            "fmt": "e2m1",
+            "npc": 32,
+            "round_sf": True,
+            "values": "special",
+            "stochastic": True,
+        },
+        {"tokens": 5, "hidden": 520, "fmt": "e5m6", "npc": 520, "values": "special", "stochastic": True},
     ],
     workloads=serving(samples.activations),
     peers=["vllm", "sglang", "deepgemm", "tile_kernels"],
@@ -107,6 +122,8 @@ def per_token_cast(
     use_packed_ue8m0: bool = False,
     *,
     use_e4m3_sf: bool = False,
+    stochastic_cast: bool = False,
+    seed: int | None = None,
     out: Quantized | None = None,
 ) -> Quantized:
     """Quantise rows to FP8, FP4 or E5M6 with one scale for each group of columns.
@@ -124,6 +141,8 @@ def per_token_cast(
         round_sf: scales are powers of two.
         use_packed_ue8m0: four exponents in an int32; needs both flags above.
         use_e4m3_sf: scales in float8_e4m3fn; excludes rounding and packing.
+        stochastic_cast: round up with a probability equal to the fraction, so that the mean of many casts is the value.
+        seed: of the random bits of this call alone; see ``quant.rand.set_seed``.
         out: preallocated (data, sf) of the shape, dtype and strides that would be allocated.
 
     Returns:
@@ -138,4 +157,5 @@ def per_token_cast(
     amax = casting.amax_of(values, factor, 1, num_per_channels)
     sf, inverse = scales.rule(amax, FORMATS[fmt], round_sf, use_e4m3_sf)
     layout = scales.layout_of(_expect, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_e4m3_sf)
-    return casting.quantize(values, factor, inverse, fmt, 1, num_per_channels), scales.lay_out(sf, layout)
+    state = rand.next_state(values.device, seed) if stochastic_cast else None
+    return casting.quantize(values, factor, inverse, fmt, 1, num_per_channels, state), scales.lay_out(sf, layout)

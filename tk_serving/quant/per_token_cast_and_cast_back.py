@@ -23,7 +23,7 @@ def _plan(x: Tensor, fmt: str, num_per_channels: int, round_sf: bool, use_e4m3_s
     _expect.multiple("x", source.hidden, num_per_channels, "H")
     layout = scales.layout_of(_expect, False, round_sf, False, use_e4m3_sf)
     config: dict[str, Any] = {"x": source.config["x"], "fmt": fmt, "npc": num_per_channels, "layout": layout}
-    config |= {"round_sf": round_sf, "rows": source.rows, "aligned": casting.aligned(x)}
+    config |= {"round_sf": round_sf, "aligned": casting.aligned(x)}
     launch = Launch("quant.per_token_cast_and_cast_back", config, lambda _, x, *rest: (x,))
     return Plan((), (launch,) if source.tokens else ())
 

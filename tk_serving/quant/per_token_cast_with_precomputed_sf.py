@@ -8,7 +8,7 @@ from torch import Tensor
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
 from tk_serving.operator import Existing, Plan, Quantized, operator
-from tk_serving.quant import casting, samples, scales
+from tk_serving.quant import casting, rand, samples, scales
 from tk_serving.workloads import Maker, serving
 
 _expect = Expect("per_token_cast_with_precomputed_sf")
@@ -24,6 +24,8 @@ def _plan(
     round_sf: bool,
     use_packed_ue8m0: bool,
     use_e4m3_sf: bool,
+    stochastic_cast: bool,
+    seed: int | None,
     out: Tensor | None,
 ) -> Plan:
     _expect.one_of("fmt", fmt, ("e4m3", "e2m1"))
@@ -38,18 +40,18 @@ def _plan(
     if out is not None:
         casting.check_given(_expect, "out", out, data)
     _expect.same_device(x=source.data, sf=sf, out=out)
-    launch = casting.rescale_launch(source, fmt, sf, (1, num_per_channels), out)
+    launch = casting.rescale_launch(source, fmt, sf, (1, num_per_channels), out, stochastic=stochastic_cast, seed=seed)
     return Plan((data if out is None else Existing("out"),), (launch,) if source.tokens else ())
 
 
 def _inputs(
     make: Maker, *, tokens: int, hidden: int, npc: int, layout: str, values: str = "normal", **given: Any
 ) -> tuple:
-    x, fmt, _, block, *_ = samples.per_token(make, tokens=tokens, hidden=hidden, npc=npc, values=values, **given)
+    x, fmt, _, block, *flags = samples.per_token(make, tokens=tokens, hidden=hidden, npc=npc, values=values, **given)
     sf = samples.scale_matrix(make, tokens, -(-hidden // npc), layout)
     if values == "special" and sf.dtype == torch.float32 and sf.numel():
         sf[0, 0] = 0
-    return x, fmt, npc, sf, block
+    return x, fmt, npc, sf, block, False, False, False, False, *flags[4:]
 
 
 def _finish(result: Tensor, *args: Any) -> Tensor:
@@ -69,6 +71,15 @@ def _finish(result: Tensor, *args: Any) -> Tensor:
         {"tokens": 5, "hidden": 592, "fmt": "e4m3", "npc": 128, "layout": "packed", "values": "special", "pad": 8},
         {"tokens": 5, "hidden": 576, "fmt": "e2m1", "npc": 576, "layout": "row", "values": "special"},
         {"tokens": 6, "hidden": 544, "fmt": "e4m3", "npc": 32, "layout": "column", "source": "e2m1", "block": (1, 32)},
+        {
+            "tokens": 5,
+            "hidden": 592,
+            "fmt": "e2m1",
+            "npc": 128,
+            "layout": "row",
+            "values": "special",
+            "stochastic": True,
+        },
     ],
     workloads=serving(lambda m: {"hidden": m.hidden_size, "fmt": "e4m3", "npc": m.quant_group, "layout": "column"}),
     peers=["tile_kernels"],
@@ -84,6 +95,8 @@ def per_token_cast_with_precomputed_sf(
     use_packed_ue8m0: bool = False,
     *,
     use_e4m3_sf: bool = False,
+    stochastic_cast: bool = False,
+    seed: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Quantise rows to FP8 or FP4 with given scales: x * (1 / sf), rounded to nearest even and saturated.
@@ -99,6 +112,8 @@ def per_token_cast_with_precomputed_sf(
         x_block_size: (rows, columns) of a block of the scales of x; exactly if x is a pair.
         use_tma_aligned_col_major_sf, round_sf: accepted; the strides and values of ``sf`` decide.
         use_packed_ue8m0, use_e4m3_sf: if set, the dtype of ``sf`` must agree.
+        stochastic_cast: round up with a probability equal to the fraction, so that the mean of many casts is the value.
+        seed: of the random bits of this call alone; see ``quant.rand.set_seed``.
         out: preallocated result.
 
     Returns:
@@ -112,4 +127,5 @@ def per_token_cast_with_precomputed_sf(
     scale = scales.read(sf, -(-values.shape[1] // num_per_channels))
     inverse = torch.where(scale == 0, 0.0, torch.ones_like(scale) / scale)
     dead = scales.per_element(scale == 0, 1, num_per_channels, *values.shape)
-    return casting.quantize(torch.where(dead, 0.0, values), factor, inverse, fmt, 1, num_per_channels)
+    state = rand.next_state(values.device, seed) if stochastic_cast else None
+    return casting.quantize(torch.where(dead, 0.0, values), factor, inverse, fmt, 1, num_per_channels, state)

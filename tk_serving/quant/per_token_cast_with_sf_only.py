@@ -23,6 +23,7 @@ def _plan(
     round_sf: bool,
     use_packed_ue8m0: bool,
     use_e4m3_sf: bool,
+    stochastic_cast: bool,
     out_sf: Tensor | None,
 ) -> Plan:
     _expect.one_of("fmt", fmt, ("e4m3", "e2m1"))
@@ -67,6 +68,7 @@ def per_token_cast_with_sf_only(
     use_packed_ue8m0: bool = False,
     *,
     use_e4m3_sf: bool = False,
+    stochastic_cast: bool = False,
     out_sf: Tensor | None = None,
 ) -> Tensor:
     """The scales that ``per_token_cast`` would give, bit for bit, without the data.
@@ -80,6 +82,7 @@ def per_token_cast_with_sf_only(
         round_sf: scales are powers of two.
         use_packed_ue8m0: four exponents in an int32; needs both flags above.
         use_e4m3_sf: scales in float8_e4m3fn; excludes rounding and packing.
+        stochastic_cast: accepted; the scales do not depend on it.
         out_sf: preallocated result of the shape, dtype and strides that would be allocated.
 
     Returns:

@@ -89,10 +89,12 @@ def per_token(
     round_sf: bool = False,
     packed: bool = False,
     e4m3_sf: bool = False,
+    stochastic: bool = False,
 ) -> tuple:
     """Arguments of ``per_token_cast``."""
     x = cast_input(make, tokens, hidden, source, block, x_layout, values, pad)
-    return x, fmt, npc, block, column_major, round_sf, packed, e4m3_sf
+    rounding = (True, 7) if stochastic else ()
+    return x, fmt, npc, block, column_major, round_sf, packed, e4m3_sf, *rounding
 
 
 def activations(model: Model) -> dict[str, object]:

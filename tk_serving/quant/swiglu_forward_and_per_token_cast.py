@@ -29,6 +29,7 @@ def _plan(
     swiglu_clamp_value: float | None,
     clamped_count: Tensor | None,
     sf_clamp_min: float | None,
+    zero_padding: bool,
 ) -> Plan:
     _expect.one_of("fmt", fmt, ("e4m3",))
     _expect.together(pos_to_token_topk=pos_to_token_topk, topk_weights=topk_weights)
@@ -43,7 +44,7 @@ def _plan(
     if sf_clamp_min is not None:
         _expect.positive("sf_clamp_min", sf_clamp_min)
     floor = FORMATS[fmt].floor if sf_clamp_min is None else sf_clamp_min
-    launch = gating.launch(x, rows, fmt, num_per_channels, layout, round_sf, floor)
+    launch = gating.launch(x, rows, fmt, num_per_channels, layout, round_sf, floor, zero_padding)
     results = (casting.data_out(fmt, n, hidden), scales.sf_out(layout, n, -(-hidden // num_per_channels)))
     refusal = None
     if num_per_channels == hidden > gating.HELD * 8192:
@@ -55,6 +56,12 @@ def _rows(
     positions: Tensor | None, weights: Tensor | None, experts: Tensor | None, clamp: float | None, counts: Tensor | None
 ) -> gating.Rows:
     return gating.Rows(positions=positions, topk_weights=weights, experts=experts, clamp=clamp, counts=counts)
+
+
+def _unspecified(results: list, *arguments: object) -> None:
+    experts, zero_padding = arguments[5], arguments[-1]
+    if not zero_padding and isinstance(experts, Tensor):
+        results[0].view(torch.uint8)[experts < 0] = 0
 
 
 def _inputs(
@@ -74,6 +81,7 @@ def _inputs(
     sf_clamp_min: float | None = None,
     values: str = "normal",
     gaps: bool = True,
+    zero_padding: bool = True,
 ) -> tuple:
     x = make.randn(tokens, 2 * hidden, dtype=getattr(torch, dtype), scale=2.0)
     if values == "special" and tokens > 3:
@@ -88,7 +96,7 @@ def _inputs(
         owners = make.randint(lowest, 4, tokens, dtype=torch.int32)
     counts = make.value(torch.tensor([5, 0, 2**40])) if counted else None
     flags = (column_major, round_sf, packed)
-    return x, "e4m3", npc, positions, weights, owners, *flags, clamp, counts, sf_clamp_min
+    return x, "e4m3", npc, positions, weights, owners, *flags, clamp, counts, sf_clamp_min, zero_padding
 
 
 def _serving(model: Model) -> dict[str, object]:
@@ -113,6 +121,7 @@ def _serving(model: Model) -> dict[str, object]:
     inputs=_inputs,
     equality=(Steps(), Steps(), BITWISE),
     mutates=("clamped_count",),
+    unspecified=_unspecified,
     cases=[
         {"tokens": 0, "hidden": 256, "npc": 128, "column_major": True},
         {"tokens": 6, "hidden": 384, "npc": 128, "values": "special"},
@@ -132,6 +141,22 @@ def _serving(model: Model) -> dict[str, object]:
         },
         {"tokens": 5, "hidden": 1280, "npc": 1280, "dtype": "float32", "experts": True, "clamp": 1.0, "counted": True},
         {"tokens": 5, "hidden": 256, "npc": 256, "topk": 2, "round_sf": True, "sf_clamp_min": 1e-12},
+        {"tokens": 39, "hidden": 640, "npc": 128, "experts": True, "column_major": True, "zero_padding": False},
+        {"tokens": 41, "hidden": 384, "npc": 64, "topk": 3, "experts": True, "zero_padding": False},
+        {
+            "tokens": 17,
+            "hidden": 768,
+            "npc": 32,
+            "topk": 2,
+            "experts": True,
+            "column_major": True,
+            "round_sf": True,
+            "packed": True,
+            "clamp": 0.5,
+            "counted": True,
+            "zero_padding": False,
+        },
+        {"tokens": 5, "hidden": 1280, "npc": 1280, "experts": True, "zero_padding": False},
     ],
     workloads=serving(_serving),
     peers=["vllm", "sglang", "tile_kernels"],
@@ -149,6 +174,7 @@ def swiglu_forward_and_per_token_cast(
     swiglu_clamp_value: float | None = None,
     clamped_count: Tensor | None = None,
     sf_clamp_min: float | None = None,
+    zero_padding: bool = True,
 ) -> Quantized:
     """Quantised silu(gate) * up, weighted by the router, with one scale for each group of columns.
 
@@ -169,6 +195,7 @@ def swiglu_forward_and_per_token_cast(
         clamped_count: int64 [3]; the numbers of gate values above c, up values above c, up values below -c are added,
             of rows that are not padding. Needs ``swiglu_clamp_value``.
         sf_clamp_min: smallest amax, in place of 1e-4.
+        zero_padding: False leaves the data of padding rows as they are; their scales are 0 all the same.
 
     Returns:
         (data, sf): float8_e4m3fn [N, H]; float32 [N, ceil(H / npc)] or int32 [N, ceil(H / npc / 4)].

@@ -24,6 +24,7 @@ def _inputs(make: Maker, *, batch: int, tokens: int, columns: int, dtype: str = 
     phase="fine-tuning",
     plan=_plan,
     inputs=_inputs,
+    moves_data=True,
     equality=BITWISE,
     cases=[
         {"batch": 0, "tokens": 64, "columns": 64},

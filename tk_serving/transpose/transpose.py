@@ -24,6 +24,7 @@ def _inputs(make: Maker, *, tokens: int, columns: int, dtype: str = "bfloat16", 
     phase="fine-tuning",
     plan=_plan,
     inputs=_inputs,
+    moves_data=True,
     equality=BITWISE,
     cases=[
         {"tokens": 0, "columns": 64},

@@ -4,13 +4,29 @@ Importing this package imports neither vLLM nor TileLang; a seam imports what it
 """
 
 from tk_serving_patches import Site
-from tk_serving_vllm.sites import routed_experts, routed_experts_deepgemm, routed_experts_triton, routing, swiglu
+from tk_serving_vllm.sites import (
+    engram,
+    fp4_experts,
+    hyper_connections,
+    linear_input,
+    routed_experts,
+    routed_experts_deepgemm,
+    routed_experts_triton,
+    routing,
+    shared_experts,
+    swiglu,
+)
 
 SITES: tuple[Site, ...] = (
+    *hyper_connections.SITES,
+    *engram.SITES,
+    *linear_input.SITES,
     *routing.SITES,
     *routed_experts.SITES,
     *routed_experts_triton.SITES,
     *routed_experts_deepgemm.SITES,
+    *fp4_experts.SITES,
     *swiglu.SITES,
+    *shared_experts.SITES,
 )
 """Every site, in the order of a layer's computation. Sites with one name are alternatives for different platforms."""

@@ -10,8 +10,9 @@ import torch
 from tk_serving.operator import tensors_of
 from tk_serving_patches import calls
 from tk_serving_patches.calls import left_to_engine
+from tk_serving_vllm import table, warm
 
-__all__ = ["left_to_engine", "on", "refusal"]
+__all__ = ["left_to_engine", "on", "refusal", "runs"]
 
 
 def on(platform: str) -> Callable[[], str | None]:
@@ -31,3 +32,25 @@ def refusal(function: Any, *args: Any, device: torch.device | None = None, **kwa
     """:func:`tk_serving_patches.calls.refusal`, on the device of the arguments unless another is named."""
     device = device or next(tensors_of((args, kwargs))).device
     return calls.refusal(function, device, *args, **kwargs)
+
+
+def runs(site: str, tokens: int, function: Any, *args: Any, reason: str | None = None, **kwargs: Any) -> bool:
+    """Whether an operator runs this call of a site; if not, vLLM's own code does, and the call is counted with why.
+
+    In code that ``torch.compile`` traces there are no tensors to look at: there only ``reason`` counts.
+
+    Args:
+        site: the name of the site.
+        tokens: of the call, for the table of measurements.
+        function: the operator.
+        args: its arguments.
+        reason: what the adapter itself has against it.
+        kwargs: further arguments of the operator.
+    """
+    if reason is None and not torch.compiler.is_compiling():
+        reason = table.slower(site, tokens) or refusal(function, *args, **kwargs)
+    if reason is None:
+        warm.note(function, tokens, args, kwargs)
+        return True
+    left_to_engine((function.operator.name,), reason)
+    return False

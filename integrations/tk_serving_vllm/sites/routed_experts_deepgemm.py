@@ -14,6 +14,7 @@ from tk_serving.moe.get_fused_mapping import get_fused_mapping
 from tk_serving.moe.reduce_fused import reduce_fused
 from tk_serving.quant.swiglu_forward_and_per_token_cast import swiglu_forward_and_per_token_cast
 from tk_serving_patches import Function, Site
+from tk_serving_vllm import table
 from tk_serving_vllm.sites._calls import left_to_engine, on, refusal
 
 _OPERATORS = ("get_fused_mapping", "expand_to_fused_with_sf", "swiglu_forward_and_per_token_cast", "reduce_fused")
@@ -106,7 +107,7 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         scale_format = engine.DeepGemmQuantScaleFMT.from_oracle().name
         clamp_limit = self.gemm1_clamp_limit
-        reason = _unsupported(self, activation, scale_format)
+        reason = table.slower("routed-experts-deepgemm", tokens) or _unsupported(self, activation, scale_format)
         if reason is None and a1q_scale is not None:
             reason = _refusal(
                 output.device,

@@ -11,7 +11,7 @@ from torch import Tensor
 from tk_serving.quant.swiglu_forward import swiglu_forward
 from tk_serving.quant.swiglu_forward_and_per_token_cast import swiglu_forward_and_per_token_cast
 from tk_serving_patches import Function, Override, Site
-from tk_serving_vllm.sites._calls import left_to_engine, on, refusal
+from tk_serving_vllm.sites._calls import on, runs
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _PLAIN = ("swiglu_forward",)
@@ -25,17 +25,34 @@ def _silu_and_mul(original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``torch.ops._C.silu_and_mul``: every plain SwiGLU on CUDA, also in compiled graphs."""
 
     def silu_and_mul(out: Tensor, input: Tensor) -> None:
-        reason = _unsupported(input, out)
-        if reason is None:
-            rows = input.view(-1, input.shape[-1])
-            reason = refusal(swiglu_forward, rows, _FORMATS[out.dtype])
-        if reason is None:
-            swiglu_forward.operator.into([out.view(-1, out.shape[-1])], rows, _FORMATS[out.dtype])
-        else:
-            left_to_engine(_PLAIN, reason)
+        if not _into("swiglu", out, input, None):
             original(out, input)
 
     return silu_and_mul
+
+
+def _silu_and_mul_with_clamp(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``torch.ops._C.silu_and_mul_with_clamp``: DeepSeek-V4's experts where the rows stay in bfloat16."""
+
+    def silu_and_mul_with_clamp(
+        out: Tensor, input: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0
+    ) -> None:
+        reason = None if (alpha, beta) == (1.0, 0.0) else f"alpha {alpha} and beta {beta}"
+        if not _into("swiglu-clamp", out, input, limit, reason):
+            original(out, input, limit, alpha, beta)
+
+    return silu_and_mul_with_clamp
+
+
+def _into(site: str, out: Tensor, input: Tensor, limit: float | None, reason: str | None = None) -> bool:
+    """Run the operator on the rows of ``input`` into ``out``, if it covers the call."""
+    reason = reason or _unsupported(input, out)
+    rows = input.reshape(-1, input.shape[-1]) if reason else input.view(-1, input.shape[-1])
+    call = (rows, _FORMATS.get(out.dtype, ""), None, None, None, limit)
+    if not runs(site, rows.shape[0], swiglu_forward, *call, reason=reason):
+        return False
+    swiglu_forward.operator.into([out.view(-1, out.shape[-1])], *call)
+    return True
 
 
 def _unsupported(input: Tensor, out: Tensor) -> str | None:
@@ -58,23 +75,21 @@ def _silu_and_mul_per_block_quant(original: Callable[..., Any]) -> Callable[...,
         is_scale_transposed: bool = False,
     ) -> None:
         call = (input, "e4m3", group_size)
+        tokens = input.shape[0]
         options: dict[str, Any] = {
             "use_tma_aligned_col_major_sf": is_scale_transposed,
             "sf_clamp_min": _SMALLEST_MAXIMUM,
         }
-        reason: str | None
+        reason = None
         if out.dtype != torch.float8_e4m3fn:
             reason = f"dtype {out.dtype}"
         elif scale_ub is not None:
             reason = "an upper bound for the scales"
         elif is_scale_transposed and input.shape[0] % 4:
             reason = "column-major scales without padding rows"
-        else:
-            reason = refusal(swiglu_forward_and_per_token_cast, *call, **options)
-        if reason is None:
+        if runs("swiglu-quant", tokens, swiglu_forward_and_per_token_cast, *call, reason=reason, **options):
             swiglu_forward_and_per_token_cast.operator.into([out, scales], *call, **options)
         else:
-            left_to_engine(_QUANTISED, reason)
             original(out, input, scales, group_size, scale_ub, is_scale_transposed)
 
     return silu_and_mul_per_block_quant
@@ -84,16 +99,32 @@ def _forward_native(original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``SiluAndMul`` of the CPU build, which does not call the operator above."""
 
     def forward_native(x: Tensor) -> Tensor:
-        reason = None if x.dtype in _FORMATS else f"dtype {x.dtype}"
-        if reason is None and not torch.compiler.is_compiling():
-            reason = refusal(swiglu_forward, x.reshape(-1, x.shape[-1]), _FORMATS[x.dtype])
-        if reason is not None:
-            left_to_engine(_PLAIN, reason)
-            return original(x)
-        rows = swiglu_forward(x.reshape(-1, x.shape[-1]).contiguous(), _FORMATS[x.dtype])
-        return rows.view(*x.shape[:-1], x.shape[-1] // 2)
+        rows = _native("swiglu", x, None)
+        return original(x) if rows is None else rows
 
     return forward_native
+
+
+def _forward_native_with_clamp(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``SiluAndMulWithClamp`` of the CPU build."""
+
+    def forward_native(self: Any, x: Tensor) -> Tensor:
+        plain = (self.alpha, self.beta) == (1.0, 0.0)
+        rows = _native("swiglu-clamp", x, self.swiglu_limit, None if plain else f"alpha {self.alpha}, beta {self.beta}")
+        return original(self, x) if rows is None else rows
+
+    return forward_native
+
+
+def _native(site: str, x: Tensor, limit: float | None, reason: str | None = None) -> Tensor | None:
+    """[..., H] of [..., 2 H], or None if vLLM's own code runs the call."""
+    if x.dtype not in _FORMATS:
+        reason = f"dtype {x.dtype}"
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    call = (rows, _FORMATS.get(x.dtype, ""), None, None, None, limit)
+    if not runs(site, rows.shape[0], swiglu_forward, *call, reason=reason):
+        return None
+    return swiglu_forward(*call).view(*x.shape[:-1], x.shape[-1] // 2)
 
 
 _UNTIL = "vLLM keeps a table of implementations for its activation operators."
@@ -106,6 +137,22 @@ SITES = (
         why="Dense layers, shared experts and unquantised routed experts; f32 inside, one rounding.",
         how="Replaces the kernel behind vLLM's operator, so that its graph passes still find and fuse the operator; "
         "the option custom_ops=+silu_and_mul, set with the flag, keeps Inductor from bypassing it.",
+        until=_UNTIL,
+        unsuitable=on("cuda"),
+    ),
+    Site(
+        name="swiglu-clamp",
+        operators=_PLAIN,
+        patches=(
+            Override(
+                "_C::silu_and_mul_with_clamp",
+                "CUDA",
+                _silu_and_mul_with_clamp,
+                "(Tensor! result, Tensor input, float limit, float alpha, float beta) -> ()",
+            ),
+        ),
+        why="Shared and routed experts of DeepSeek-V4 that stay in bfloat16; f32 inside, one rounding.",
+        how="Replaces the kernel behind vLLM's operator; other forms than SiLU stay with vLLM.",
         until=_UNTIL,
         unsuitable=on("cuda"),
     ),
@@ -135,6 +182,20 @@ SITES = (
         how="Runs the torch reference: f32 inside, one rounding, where vLLM rounds the gate first.",
         until=_UNTIL,
         sources={"0.32.0": "075ee4e32ab6e2ab"},
+        unsuitable=on("cpu"),
+    ),
+    Site(
+        name="swiglu-clamp",
+        operators=_PLAIN,
+        patches=(
+            Function(
+                "vllm.model_executor.layers.activation:SiluAndMulWithClamp.forward_native", _forward_native_with_clamp
+            ),
+        ),
+        why="The same operator as on CUDA, so that the CPU build can try it.",
+        how="Runs the torch reference: f32 inside, one rounding.",
+        until=_UNTIL,
+        sources={"0.32.0": "0903d08b2049a415"},
         unsuitable=on("cpu"),
     ),
 )

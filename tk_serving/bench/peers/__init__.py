@@ -93,7 +93,7 @@ def covers(condition: object, what: str) -> None:
 
 def nothing_else(rest: dict[str, Any]) -> None:
     """Raise PeerUnavailableError if an optional argument that the peer does not know is in use."""
-    used = sorted(name for name, value in rest.items() if value is not None and value is not False)
+    used = sorted(name for name, value in rest.items() if not any(value is unused for unused in (None, False, 0)))
     if used:
         raise PeerUnavailableError(f"knows no {', '.join(used)}")
 

@@ -47,6 +47,7 @@ def swiglu_forward_and_per_token_cast(
     swiglu_clamp_value: float | None = None,
     clamped_count: Tensor | None = None,
     sf_clamp_min: float | None = None,
+    zero_padding: bool = True,
     **rest: Any,
 ) -> PeerCall:
     """``silu_and_mul_contig_post_quant``, row-major scales."""

@@ -41,6 +41,7 @@ def swiglu_forward_and_per_token_cast(
     swiglu_clamp_value: float | None = None,
     clamped_count: Tensor | None = None,
     sf_clamp_min: float | None = None,
+    zero_padding: bool = True,
     **rest: Any,
 ) -> PeerCall:
     """The 2.1 form: routing weights in row order, no map of padding rows."""
@@ -88,7 +89,7 @@ def mhc_post(
 
 def moe_topk_gate(**arguments: Any) -> PeerCall:
     """The 2.1 name of the gate without groups."""
-    nothing_else({name: arguments.pop(name) for name in ("hash_table", "token_ids")})
+    nothing_else({name: arguments.pop(name) for name in ("hash_table", "token_ids", "int32_ids")})
     function = _find("moe_topk_gate_forward")
     given = {name: value for name, value in arguments.items() if value is not None}
     return PeerCall(lambda: function(**given))

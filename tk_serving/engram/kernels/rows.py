@@ -22,10 +22,11 @@ class Row:
 
     width: int
     wide: bool
+    block: int = 0
 
     @property
     def threads(self) -> int:
-        return min(128 * -(-self.width // 8192), 1024)
+        return self.block or min(128 * -(-self.width // 8192), 1024)
 
     @property
     def words(self) -> int:
@@ -77,6 +78,30 @@ def mover(row: Row, dtype: str, store: bool = False):
                         local[i * per_word + j] = tensor[base + word * per_word + j]
 
     return move
+
+
+def copier(row: Row):
+    """Macro that starts to copy a thread's words of x, k and v of one token and stream to shared memory."""
+
+    def word(shared, source):
+        return T.evaluate(T.call_extern("handle", "tl::cp_async_gs<16>", shared, source))
+
+    @T.macro
+    def fetch(x, k, v, ring, slot, token, stream, thread):
+        for i in T.unroll(row.steps):
+            column = (i * row.threads + thread) * COLUMNS
+            if i * row.threads + thread < row.words:
+                if row.wide:
+                    word(T.address_of(ring[slot, 0, i, thread, 0]), T.address_of(x[token, stream, column]))
+                    word(T.address_of(ring[slot, 1, i, thread, 0]), T.address_of(k[token, stream, column]))
+                    word(T.address_of(ring[slot, 2, i, thread, 0]), T.address_of(v[token, column]))
+                else:
+                    for j in T.unroll(COLUMNS):
+                        ring[slot, 0, i, thread, j] = x[token, stream, column + j]
+                        ring[slot, 1, i, thread, j] = k[token, stream, column + j]
+                        ring[slot, 2, i, thread, j] = v[token, column + j]
+
+    return fetch
 
 
 @T.macro

@@ -45,7 +45,7 @@ def mhc_pre(
         post_mult_value: factor of the post gates.
         pre_eps: added to the pre gates.
         sinkhorn_eps, sinkhorn_repeat: eps and iterations of Sinkhorn.
-        n_splits: upper bound of the parts in which the hidden dimension is summed.
+        n_splits: parts in which the hidden dimension is summed, at most, but at least H / 128.
 
     Returns:
         (layer_input bfloat16 [..., H], (post float32 [..., 4, 1], comb float32 [..., 4, 4])).
@@ -94,7 +94,7 @@ def mhc_head(
         norm_eps: added to the mean square of the residual.
         mhc_mult: 4.
         pre_eps: added to the gates.
-        n_splits: upper bound of the parts in which the hidden dimension is summed.
+        n_splits: parts in which the hidden dimension is summed, at most, but at least H / 128.
 
     Returns:
         bfloat16 [..., H].

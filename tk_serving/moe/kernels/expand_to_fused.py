@@ -1,17 +1,17 @@
 """Scatter of token rows: a block reads one part of a row once and writes it to all positions of the token.
 
-Further blocks of the same launch fill the padding rows with zeros. Rows are cut into parts, so that a single token
-already keeps several multiprocessors busy.
+Further blocks of the same launch fill the padding rows, or only their scales, with zeros. Rows are cut into parts, so
+that a single token already keeps several multiprocessors busy.
 """
 
 import tilelang.language as T
 
-from tk_serving.moe.kernels.rows import ROWS_PER_BLOCK, VECTOR, padding_clearer, resident_blocks, threads_for
+from tk_serving.moe.kernels.rows import VECTOR, padding_clearer, resident_blocks, rows_to_clear, threads_for
 
 MIN_THREADS = 1536
 
 
-def build(hidden: int, itemsize: int, num_topk: int, sf_columns: int, sourced: bool):
+def build(hidden: int, itemsize: int, num_topk: int, sf_columns: int, sourced: bool, zero_padding: bool):
     """``sourced``: note the token of every row for a launch that follows."""
     dtype = {1: "int8", 2: "int16", 4: "int32"}[itemsize]
     per_unit = VECTOR // itemsize
@@ -19,7 +19,8 @@ def build(hidden: int, itemsize: int, num_topk: int, sf_columns: int, sourced: b
     threads = threads_for(units)
     parts = (units + threads - 1) // threads
     whole = hidden % per_unit == 0  # else no row but the first starts on 16 bytes
-    clear_padding = padding_clearer(hidden, dtype, threads, sf_columns)
+    clear_padding = padding_clearer(hidden, dtype, threads, sf_columns, zero_padding)
+    cleared = rows_to_clear(zero_padding, sf_columns)
 
     tokens, rows, sf_rows = (T.dynamic(name, "int64") for name in ("tokens", "rows", "sf_rows"))
     sf_strides = T.dynamic("sf_row_stride", "int64"), T.dynamic("sf_column_stride", "int64")
@@ -78,7 +79,8 @@ def build(hidden: int, itemsize: int, num_topk: int, sf_columns: int, sourced: b
         wide: T.int32,
         column_major: T.int32,
     ):
-        with T.Kernel(tokens * parts + T.ceildiv(rows, ROWS_PER_BLOCK), threads=threads) as block:
+        clearing = T.ceildiv(rows, cleared) if cleared else 0
+        with T.Kernel(tokens * parts + clearing, threads=threads) as block:
             T.annotate_min_blocks_per_sm(resident_blocks(threads, MIN_THREADS))
             thread = T.get_thread_binding()
             if block < tokens * parts:
@@ -87,8 +89,8 @@ def build(hidden: int, itemsize: int, num_topk: int, sf_columns: int, sourced: b
                 if sf_columns > 0:
                     if T.truncmod(block, parts) == 0:
                         scatter_sf(sf, positions, sf_out, token, thread, rows)
-            else:
-                first = (T.cast(block, "int64") - tokens * parts) * ROWS_PER_BLOCK
+            elif cleared:
+                first = (T.cast(block, "int64") - tokens * parts) * cleared
                 clear_padding(pos_to_expert, out, sf_out, first, thread, rows, sf_rows, wide, column_major)
 
     return expand_to_fused

@@ -1,12 +1,13 @@
 """Quantise and scatter: a warp turns 512 columns of a token into codes and scales, and writes them to all positions.
 
 A lane has 16 columns, so that it stores 16 bytes of FP8; groups of 32 or 128 columns are 2 or 8 lanes, and four of
-them, whose exponents fill a word, lie within the warp. Further blocks of the same launch clear the padding rows.
+them, whose exponents fill a word, lie within the warp. Further blocks of the same launch clear the padding rows, or
+only their scales.
 """
 
 import tilelang.language as T
 
-from tk_serving.moe.kernels.rows import ROWS_PER_BLOCK, padding_clearer, resident_blocks
+from tk_serving.moe.kernels.rows import padding_clearer, resident_blocks, rows_to_clear
 from tk_serving.quant.kernels.formats import OCTET, bits_of, e2m1_word, fmax
 from tk_serving.quant.kernels.scales import default_floor, mode_of, scale_rule
 from tk_serving.quant.kernels.sources import source
@@ -19,7 +20,16 @@ MIN_THREADS = 1024
 
 
 def build(
-    hidden: int, x: str, aligned: bool, fmt: str, npc: int, layout: str, round_sf: bool, num_topk: int, sourced: bool
+    hidden: int,
+    x: str,
+    aligned: bool,
+    fmt: str,
+    npc: int,
+    layout: str,
+    round_sf: bool,
+    num_topk: int,
+    sourced: bool,
+    zero_padding: bool,
 ):
     """``sourced``: keep the scales by token, and note the token of every row, for a launch that follows."""
     read = source(x, aligned)
@@ -33,7 +43,9 @@ def build(
     sf_columns = (blocks + 3) // 4 if layout == PACKED else blocks
     size = COLUMNS if fmt == "e4m3" else COLUMNS // 2  # bytes that a lane stores
     row_bytes = hidden // COLUMNS * size
-    clear_padding = padding_clearer(row_bytes, "int8", THREADS, 0 if sourced else sf_columns)
+    cleared_columns = 0 if sourced else sf_columns
+    clear_padding = padding_clearer(row_bytes, "int8", THREADS, cleared_columns, zero_padding)
+    cleared = rows_to_clear(zero_padding, cleared_columns)
 
     tokens, rows, sf_rows = (T.dynamic(name, "int64") for name in ("tokens", "rows", "sf_rows"))
     x_stride = T.dynamic("x_stride", "int64")
@@ -70,7 +82,8 @@ def build(
         column_major: T.int32,
     ):
         filled = rows if sourced else sf_rows
-        with T.Kernel(T.ceildiv(tokens * tiles, WARPS) + T.ceildiv(filled, ROWS_PER_BLOCK), threads=THREADS) as block:
+        clearing = T.ceildiv(filled, cleared) if cleared else 0
+        with T.Kernel(T.ceildiv(tokens * tiles, WARPS) + clearing, threads=THREADS) as block:
             T.annotate_min_blocks_per_sm(resident_blocks(THREADS, MIN_THREADS))
             thread = T.get_thread_binding()
             lane = thread % 32
@@ -132,8 +145,8 @@ def build(
                         if sourced:
                             if lane % sf_lanes == 0:
                                 sf[token, column // sf_lanes] = stored[0]
-            else:
-                first = (T.cast(block, "int64") - casting) * ROWS_PER_BLOCK
+            elif cleared:
+                first = (T.cast(block, "int64") - casting) * cleared
                 clear_padding(pos_to_expert, data, sf, first, thread, rows, sf_rows, wide, column_major)
 
     return expand_to_fused_and_cast

@@ -71,6 +71,8 @@ def build(
     token_ids: str,
     options: tuple[str, ...],
     spread: bool,
+    logits_dtype: str,
+    ids_dtype: str,
 ):
     """The gate for one router.
 
@@ -81,6 +83,8 @@ def build(
         table, token_ids: dtypes of the hash table and of its row numbers, empty without a table.
         options: names of the optional tensors that are present.
         spread: a block instead of a warp for each token; without a table only.
+        logits_dtype: of the logits, float32 or bfloat16.
+        ids_dtype: of the ids that are written, int64 or int32.
     """
     grouped = num_kept < num_groups
     width = num_experts // num_groups if grouped else 32
@@ -104,12 +108,12 @@ def build(
         top[0] = T.float32(-LARGEST)
         for j in T.unroll((num_experts + 31) // 32):
             if j * 32 + lane < num_experts:
-                top[0] = T.max(top[0], finite(logits[token, j * 32 + lane]))
+                top[0] = T.max(top[0], finite(T.cast(logits[token, j * 32 + lane], "float32")))
         fold_max(top)
         total[0] = 0
         for j in T.unroll((num_experts + 31) // 32):
             if j * 32 + lane < num_experts:
-                total[0] = total[0] + T.exp(finite(logits[token, j * 32 + lane]) - top[0])
+                total[0] = total[0] + T.exp(finite(T.cast(logits[token, j * 32 + lane], "float32")) - top[0])
         fold_sum(total)
 
     @T.macro
@@ -123,7 +127,7 @@ def build(
             added[j] = 0
             added_image[j] = 0
             if j * step + expert < num_experts:
-                logit[j] = logits[token, j * step + expert]
+                logit[j] = T.cast(logits[token, j * step + expert], "float32")
                 if "bias" in options:
                     added[j] = bias[j * step + expert]
                 if "image_bias" in options:
@@ -227,7 +231,7 @@ def build(
 
     @T.prim_func
     def gate(
-        logits: T.Tensor((tokens, num_experts), "float32"),
+        logits: T.Tensor((tokens, num_experts), logits_dtype),
         bias: T.Tensor((num_experts,), "float32"),
         image_bias: T.Tensor((num_experts,), "float32"),
         image_mask: T.Tensor((tokens,), "bool"),
@@ -240,7 +244,7 @@ def build(
         logical_count: T.Tensor((num_experts + num_shared,), "int32"),
         unmapped: T.StridedTensor((tokens, num_topk), (row_stride, 1), "int64"),
         scores: T.Tensor((tokens, num_experts), "float32"),
-        ids: T.Tensor((tokens, slots), "int64"),
+        ids: T.Tensor((tokens, slots), ids_dtype),
         weights: T.Tensor((tokens, slots), "float32"),
         factor: T.float32,
         ep_rank: T.int32,
@@ -305,7 +309,9 @@ def build(
                                 if spread:
                                     score[0] = all_scores[e] / total[0] if softmax else all_scores[e]
                                 else:
-                                    score[0] = score_of_logit(finite(logits[token, e]), scoring, top[0], total[0])
+                                    score[0] = score_of_logit(
+                                        finite(T.cast(logits[token, e], "float32")), scoring, top[0], total[0]
+                                    )
                             scores[token, e] = score[0]
 
                 if thread < 32 or not spread:
@@ -345,7 +351,9 @@ def build(
                             if spread:
                                 score[0] = all_scores[id[0]] / total[0] if softmax else all_scores[id[0]]
                             else:
-                                score[0] = score_of_logit(finite(logits[token, id[0]]), scoring, top[0], total[0])
+                                score[0] = score_of_logit(
+                                    finite(T.cast(logits[token, id[0]], "float32")), scoring, top[0], total[0]
+                                )
                         if fold:
                             total[0] = score[0]
                             fold_sum(total)
@@ -385,7 +393,7 @@ def build(
                                 unmapped[token, lane] = T.int64(-1)
 
                     if lane < slots:
-                        ids[token, lane] = T.cast(id[0], "int64")
+                        ids[token, lane] = T.cast(id[0], ids_dtype)
                         weights[token, lane] = weight[0]
 
     return gate

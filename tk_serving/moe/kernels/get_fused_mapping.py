@@ -22,7 +22,7 @@ def rounded_up(number, multiple):
     return T.truncdiv(number + multiple - 1, multiple) * multiple
 
 
-def count(num_experts: int):
+def count(num_experts: int, ids_dtype: str):
     """Pairs of every expert in each section, and before each chunk of its section."""
     size, sections, chunks = T.dynamic("size"), T.dynamic("sections"), T.dynamic("chunks")
     shares = COUNTERS // THREADS
@@ -30,7 +30,7 @@ def count(num_experts: int):
 
     @T.prim_func
     def count_pairs(
-        ids: T.Tensor((size,), "int64"),
+        ids: T.Tensor((size,), ids_dtype),
         totals: T.Tensor((sections, num_experts), "int32"),
         before: T.Tensor((chunks, num_experts), "int32"),
         chunk: T.int32,
@@ -67,7 +67,7 @@ def count(num_experts: int):
     return count_pairs
 
 
-def build(num_experts: int, num_topk: int, counted: bool):
+def build(num_experts: int, num_topk: int, counted: bool, ids_dtype: str):
     """Place the pairs. ``counted``: a first launch has counted them."""
     size, rows = T.dynamic("size"), T.dynamic("rows")
     sections, chunks = T.dynamic("sections"), T.dynamic("chunks")
@@ -96,7 +96,7 @@ def build(num_experts: int, num_topk: int, counted: bool):
 
     @T.prim_func
     def get_fused_mapping(
-        ids: T.Tensor((size,), "int64"),
+        ids: T.Tensor((size,), ids_dtype),
         section_totals: T.Tensor((sections, num_experts), "int32"),
         before_chunk: T.Tensor((chunks, num_experts), "int32"),
         pos_to_expert: T.Tensor((rows,), "int32"),

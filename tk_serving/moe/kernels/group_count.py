@@ -12,7 +12,7 @@ def read_id(ids, at, end, bins, id, slot):
     wide = T.alloc_local((1,), "int64")
     id[slot] = bins
     if at < end:
-        wide[0] = ids[at]
+        wide[0] = T.cast(ids[at], "int64")
         if wide[0] >= T.int64(0) and wide[0] < T.int64(bins):
             id[slot] = T.cast(wide[0], "int32")
 

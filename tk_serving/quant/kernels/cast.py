@@ -3,17 +3,9 @@
 import tilelang.language as T
 
 from tk_serving.quant.kernels.formats import OCTET, view
-from tk_serving.quant.rand import GOLDEN, MULTIPLIERS
+from tk_serving.quant.kernels.rounding import random_bits, rounder
 
 THREADS = 256
-STEPS = 4  # octets of a thread
-
-
-def _mix(x):
-    """One round of the hash, as an expression on uint32."""
-    x = (x ^ (x >> T.uint32(16))) * T.uint32(MULTIPLIERS[0])
-    x = (x ^ (x >> T.uint32(15))) * T.uint32(MULTIPLIERS[1])
-    return x ^ (x >> T.uint32(16))
 
 
 def build(x, out, stochastic, aligned):
@@ -21,76 +13,41 @@ def build(x, out, stochastic, aligned):
     n = T.dynamic("n", "int64")
     piece = 16 // (4 if x == "float32" else 2)
 
-    @T.macro
-    def random_of(state, element, random):
-        random[0] = T.cast(element ^ state[0], "uint32")
-        random[0] = _mix(random[0])
-        random[0] = random[0] + (
-            T.cast(state[0] >> 32, "uint32") ^ (T.cast(element >> 32, "uint32") * T.uint32(GOLDEN))
-        )
-        random[0] = _mix(random[0])
-
-    @T.macro
-    def step_up(value, random):
-        """value[0] becomes one of its two neighbours in the result's type; NaN stays."""
-        bits = T.alloc_local((1,), "uint32")
-        size = T.alloc_local((1,), "uint32")
-        bits[0] = T.reinterpret(value[0], "uint32")
-        size[0] = bits[0] & T.uint32(0x7FFFFFFF)
-        if size[0] <= T.uint32(0x7F800000):
-            if out == "bfloat16":
-                size[0] = (size[0] + (random[0] >> T.uint32(16))) & T.uint32(0xFFFF0000)
-            else:
-                if size[0] >= T.uint32(121 << 23):
-                    size[0] = (size[0] + (random[0] >> T.uint32(12))) & T.uint32(0xFFF00000)
-                else:
-                    # Below the normal numbers codes are 2^-9 apart.
-                    steps = T.alloc_local((1,), "float32")
-                    whole = T.alloc_local((1,), "float32")
-                    steps[0] = T.reinterpret(size[0], "float32") * T.float32(512.0)
-                    whole[0] = T.floor(steps[0])
-                    if T.cast(random[0] >> T.uint32(8), "float32") * T.float32(2.0**-24) < steps[0] - whole[0]:
-                        whole[0] = whole[0] + T.float32(1.0)
-                    size[0] = T.reinterpret(whole[0] * T.float32(2.0**-9), "uint32")
-            value[0] = T.reinterpret(size[0] | (bits[0] & T.uint32(0x80000000)), "float32")
+    step = rounder("e4m3" if out == "float8_e4m3fn" else out)
 
     @T.prim_func
     def cast(values: T.Tensor((n,), x), state: T.Tensor((1,), "int64"), result: T.Tensor((n,), out)):
-        with T.Kernel(T.ceildiv(n, OCTET * THREADS * STEPS), threads=THREADS) as block:
+        with T.Kernel(T.ceildiv(n, OCTET * THREADS), threads=THREADS) as block:
             thread = T.get_thread_binding()
             octet = T.alloc_local((1,), "int64")
-            raw = T.alloc_local((STEPS * OCTET,), x)
+            raw = T.alloc_local((OCTET,), x)
             codes = T.alloc_local((OCTET,), out)
             value = T.alloc_local((1,), "float32")
             random = T.alloc_local((1,), "uint32")
-            octet[0] = T.cast(block, "int64") * (THREADS * STEPS) + thread
+            octet[0] = T.cast(block, "int64") * THREADS + thread
             pieces = view(values, (n // piece, piece), x)
             octets = view(result, (n // OCTET, OCTET), out)
-            for s in T.unroll(STEPS):
-                at = octet[0] + s * THREADS
-                if aligned and at < n // OCTET:
-                    for j in T.unroll(OCTET // piece):
-                        for i in T.vectorized(piece):
-                            raw[s * OCTET + j * piece + i] = pieces[0][at * (OCTET // piece) + j, i]
-                else:
-                    for i in T.unroll(OCTET):
-                        if at * OCTET + i < n:
-                            raw[s * OCTET + i] = values[at * OCTET + i]
-            for s in T.unroll(STEPS):
-                at = octet[0] + s * THREADS
+            if aligned and octet[0] < n // OCTET:
+                for j in T.unroll(OCTET // piece):
+                    for i in T.vectorized(piece):
+                        raw[j * piece + i] = pieces[0][octet[0] * (OCTET // piece) + j, i]
+            else:
                 for i in T.unroll(OCTET):
-                    if at * OCTET + i < n:
-                        value[0] = T.cast(raw[s * OCTET + i], "float32")
-                        if stochastic:
-                            random_of(state, at * OCTET + i, random)
-                            step_up(value, random)
-                        codes[i] = T.cast(value[0], out)
-                if aligned and at < n // OCTET:
-                    for i in T.vectorized(OCTET):
-                        octets[0][at, i] = codes[i]
-                else:
-                    for i in T.unroll(OCTET):
-                        if at * OCTET + i < n:
-                            result[at * OCTET + i] = codes[i]
+                    if octet[0] * OCTET + i < n:
+                        raw[i] = values[octet[0] * OCTET + i]
+            for i in T.unroll(OCTET):
+                if octet[0] * OCTET + i < n:
+                    value[0] = T.cast(raw[i], "float32")
+                    if stochastic:
+                        random_bits(state, octet[0] * OCTET + i, random)
+                        step(value, random)
+                    codes[i] = T.cast(value[0], out)
+            if aligned and octet[0] < n // OCTET:
+                for i in T.vectorized(OCTET):
+                    octets[0][octet[0], i] = codes[i]
+            else:
+                for i in T.unroll(OCTET):
+                    if octet[0] * OCTET + i < n:
+                        result[octet[0] * OCTET + i] = codes[i]
 
     return cast

@@ -150,3 +150,23 @@ def octet_writer(fmt, aligned):
         write_words(data, row, octet, words)
 
     return {"e2m1": write_e2m1, "e5m6": write_e5m6}.get(fmt, write_cast)
+
+
+def strided_writer(dtype, aligned):
+    """Macro ``write(tensor, row, octet, values, at)``: values[8 at ...] of this dtype into a row-strided tensor."""
+    piece = 4 if dtype == "float32" else OCTET  # elements of one vector access
+
+    @T.macro
+    def write(tensor, row, octet, values, at):
+        if aligned:
+            pieces = view(tensor, (tensor.shape[0] * (tensor.strides[0] // piece), piece), dtype)
+            place = T.alloc_local((1,), "int64")
+            place[0] = T.cast(row, "int64") * (tensor.strides[0] // piece) + octet * (OCTET // piece)
+            for j in T.unroll(OCTET // piece):
+                for i in T.vectorized(piece):
+                    pieces[0][place[0] + j, i] = values[at * OCTET + j * piece + i]
+        else:
+            for i in T.unroll(OCTET):
+                tensor[row, octet * OCTET + i] = values[at * OCTET + i]
+
+    return write

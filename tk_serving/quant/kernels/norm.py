@@ -5,7 +5,7 @@ A warp has the tile of ``tiles`` for one row, so that the scales of its groups n
 
 import tilelang.language as T
 
-from tk_serving.quant.kernels.formats import OCTET, bits_of, fmax, octet_writer, stored_as, view
+from tk_serving.quant.kernels.formats import OCTET, bits_of, fmax, octet_writer, stored_as, strided_writer, view
 from tk_serving.quant.kernels.scales import default_floor, mode_of
 from tk_serving.quant.kernels.sources import source
 from tk_serving.quant.kernels.sums import octet_sum, sum_of_row
@@ -31,28 +31,6 @@ def vector_reader(dtype, aligned):
     return read
 
 
-def strided_writer(dtype, aligned):
-    """Macro ``write(tensor, row, octet, values, at)``: values[8 at ...] into a row-strided tensor."""
-    piece = 4 if dtype == "float32" else OCTET
-
-    @T.macro
-    def write(tensor, row, octet, values, at):
-        if aligned:
-            shape, strides = (
-                (tensor.shape[0], tensor.shape[1] // piece, piece),
-                (tensor.strides[0] // piece * piece, piece, 1),
-            )
-            pieces = view(tensor, shape, dtype, strides)
-            for j in T.unroll(OCTET // piece):
-                for i in T.vectorized(piece):
-                    pieces[0][row, octet * (OCTET // piece) + j, i] = values[at * OCTET + j * piece + i]
-        else:
-            for i in T.unroll(OCTET):
-                tensor[row, octet * OCTET + i] = values[at * OCTET + i]
-
-    return write
-
-
 def build(x, weight, residual, with_rstd, out, fmt, npc, layout, round_sf, mega, warps, aligned):
     """out = x * rstd * (weight * factor), rounded to the dtype of x; and its cast with groups of ``npc`` columns.
 
@@ -67,7 +45,7 @@ def build(x, weight, residual, with_rstd, out, fmt, npc, layout, round_sf, mega,
     write_sum = strided_writer(x, aligned)
     write_out = octet_writer(out or x, aligned)
     write_data = octet_writer(fmt, aligned)
-    scales = group_scales(fmt, npc, layout, round_sf, 1) if npc else None
+    scales = group_scales(fmt, npc, layout, round_sf) if npc else None
     floor = default_floor(fmt, mode_of(layout, round_sf))
     column_major = npc and layout in (COLUMN, PACKED)
     data_dtype, data_bytes = stored_as(fmt)

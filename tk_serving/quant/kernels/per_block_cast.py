@@ -69,6 +69,7 @@ def build(x, fmt, block, layout, round_sf, with_data, aligned):
             raw = T.alloc_local((steps * OCTET,), read.dtype)
             eight = T.alloc_local((OCTET,), "float32")
             amax = T.alloc_local((1,), "float32")
+            most = T.alloc_local((1,), "float32")
             scale = T.alloc_local((1,), "float32")
             inverse = T.alloc_local((1,), "float32")
             of_warps = T.alloc_shared((warps, OCTETS // lanes), "float32")
@@ -78,9 +79,8 @@ def build(x, fmt, block, layout, round_sf, with_data, aligned):
             amax[0] = T.float32(0.0)
             for s in T.unroll(steps):
                 if row + s * rows_per_step < tokens and octet < octets:
-                    read.decode(raw, s, eight)
-                    for i in T.unroll(OCTET):
-                        amax[0] = fmax(amax[0], T.abs(eight[i]))
+                    read.maximum(raw, s, most)
+                    amax[0] = fmax(amax[0], most[0])
             # Over the lanes of a block of columns, then over the two rows of a warp, then over the warps.
             for step in T.unroll(lanes.bit_length() - 1):
                 amax[0] = fmax(amax[0], T.shfl_xor(amax[0], 1 << step))

@@ -5,7 +5,7 @@ import tilelang.language as T
 from tk_serving.quant.kernels.formats import OCTET, float_of, octet_writer, view
 from tk_serving.quant.kernels.scales import exponent_reader, scale_of_exponent
 from tk_serving.quant.kernels.sources import source
-from tk_serving.quant.kernels.tiles import HALVES, WARPS, first_octet, first_row, grid, sf_tensor
+from tk_serving.quant.kernels.tiles import HALVES, WARPS, first_octet, grid, row_of, sf_tensor
 from tk_serving.quant.scales import COLUMN, PACKED
 
 RAISE = 6
@@ -63,13 +63,12 @@ def exponents(x_sf, ratio, layout):
     return lossless_exponents
 
 
-def values(x_sf, x_block, sf, sf_block, rows, aligned):
-    """The codes times 2^(exponent of the input - exponent of the output) as e4m3; a warp takes ``rows`` tokens."""
+def values(x_sf, x_block, sf, sf_block, aligned):
+    """The codes times 2^(exponent of the input - exponent of the output) as e4m3."""
     read = source("e2m1", aligned)
     write = octet_writer("e4m3", True)
     from_exponent, to_exponent = exponent_reader(x_sf), exponent_reader(sf)
     (x_m, x_k), (out_m, out_k) = x_block, sf_block
-    count = HALVES * rows
 
     tokens, width = T.dynamic("tokens"), T.dynamic("width")
     x_stride = T.dynamic("x_stride", "int64")
@@ -84,28 +83,26 @@ def values(x_sf, x_block, sf, sf_block, rows, aligned):
         out_sf: T.StridedTensor((rows_, blocks), (sf_0, sf_1), sf),
         out: T.Tensor((tokens, width * 2), "float8_e4m3fn"),
     ):
-        with T.Kernel(*grid(width // read.columns, tokens, rows), threads=32 * WARPS) as (bx, by, bz):
+        with T.Kernel(*grid(width // read.columns, tokens), threads=32 * WARPS) as (bx, by, bz):
             T.assume(width % 16 == 0)
             thread = T.get_thread_binding()
             octets = width // read.columns
-            row = first_row(by, bz, thread, rows)
+            row = row_of(by, bz, thread)
             octet = first_octet(bx, thread)
-            raw = T.alloc_local((count * read.columns,), "int8")
-            shift = T.alloc_local((count,), "int32")
+            raw = T.alloc_local((HALVES * read.columns,), "int8")
+            shift = T.alloc_local((HALVES,), "int32")
             eight = T.alloc_local((OCTET,), "float32")
-            for r in T.unroll(rows):
-                for h in T.unroll(HALVES):
-                    if row + r < tokens and octet + h * 32 < octets:
-                        read.load(data, row + r, octet + h * 32, raw, h * rows + r)
-                        column = (octet + h * 32) * OCTET
-                        shift[h * rows + r] = from_exponent(data_sf, (row + r) // x_m, column // x_k)
-                        shift[h * rows + r] -= to_exponent(out_sf, (row + r) // out_m, column // out_k)
-            for r in T.unroll(rows):
-                for h in T.unroll(HALVES):
-                    if row + r < tokens and octet + h * 32 < octets:
-                        read.decode(raw, h * rows + r, eight)
-                        # Below 2^-126 every code rounds to zero.
-                        factor = float_of((T.max(shift[h * rows + r], -127) + 127) << 23)
-                        write(out, row + r, octet + h * 32, eight, factor)
+            for h in T.unroll(HALVES):
+                if row < tokens and octet + h * 32 < octets:
+                    read.load(data, row, octet + h * 32, raw, h)
+                    column = (octet + h * 32) * OCTET
+                    shift[h] = from_exponent(data_sf, row // x_m, column // x_k)
+                    shift[h] -= to_exponent(out_sf, row // out_m, column // out_k)
+            for h in T.unroll(HALVES):
+                if row < tokens and octet + h * 32 < octets:
+                    read.decode(raw, h, eight)
+                    # Below 2^-126 every code rounds to zero.
+                    factor = float_of((T.max(shift[h], -127) + 127) << 23)
+                    write(out, row, octet + h * 32, eight, factor)
 
     return lossless_values

@@ -90,12 +90,16 @@ def build(x, npc, gathered, swiglu, clamp, npt, round_sf, packed, transposed, al
         limit: T.float32,
     ):
         with T.Kernel(T.ceildiv(n, SIZE) * T.ceildiv(hidden, SIZE), threads=THREADS) as block:
+            T.annotate_min_blocks_per_sm(4)
             T.assume(hidden % OCTET == 0)
             thread = T.get_thread_binding()
             octets = hidden // OCTET
-            tiles = T.ceildiv(hidden, SIZE)
-            top = block // tiles * SIZE
-            left = block % tiles * SIZE
+            tiles = T.cast(T.ceildiv(hidden, SIZE), "int32")
+            corner = T.alloc_local((2,), "int32")  # variables, or every use divides again
+            corner[0] = T.cast(block, "int32") // tiles * SIZE
+            corner[1] = T.cast(block, "int32") % tiles * SIZE
+            top = corner[0]
+            left = corner[1]
             across = thread % ACROSS
             down = thread // ACROSS
             octet = left // OCTET + across

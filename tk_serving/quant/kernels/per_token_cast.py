@@ -2,34 +2,35 @@
 
 import tilelang.language as T
 
-from tk_serving.quant.kernels.formats import OCTET, bits_of, fmax, octet_writer, stored_as
+from tk_serving.quant.kernels.formats import OCTET, bits_of, fmax, stored_as
+from tk_serving.quant.kernels.rounding import rounding_writer
 from tk_serving.quant.kernels.scales import STORED, default_floor, mode_of, scale_rule
 from tk_serving.quant.kernels.sources import block_factor, source
 from tk_serving.quant.kernels.tiles import (
     HALVES,
     WARPS,
     first_octet,
-    first_row,
     grid,
     group_scales,
     max_of_row,
+    row_of,
     sf_tensor,
 )
 from tk_serving.quant.scales import COLUMN, E4M3_COLUMN, PACKED
 
 
-def by_group(x, x_sf, x_block, fmt, npc, layout, round_sf, with_data, rows, aligned):
+def by_group(x, x_sf, x_block, fmt, npc, layout, round_sf, with_data, stochastic, aligned):
     """Scales of groups of 16, 32, 64 or 128 columns.
 
     Args:
         x: source name; its scales have dtype ``x_sf`` (None: plain values) and blocks ``x_block``.
         with_data: False computes the scales only.
-        rows: tokens of a warp.
+        stochastic: round with random bits of the state.
     """
     read = source(x, aligned)
     load_factor = block_factor(x_sf, *x_block)
-    write = octet_writer(fmt, aligned)
-    scales = group_scales(fmt, npc, layout, round_sf, rows)
+    store = rounding_writer(fmt, aligned, stochastic)
+    scales = group_scales(fmt, npc, layout, round_sf)
     floor = default_floor(fmt, mode_of(layout, round_sf))
     column_major = layout in (COLUMN, PACKED, E4M3_COLUMN)
 
@@ -45,46 +46,43 @@ def by_group(x, x_sf, x_block, fmt, npc, layout, round_sf, with_data, rows, alig
         values_sf: T.StridedTensor((x_rows, x_blocks), (x_sf_0, x_sf_1), x_sf or "float32"),
         data: T.Tensor((tokens, width // read.columns * out_bytes), out_dtype),
         sf: sf_tensor(layout, tokens, blocks, stride),
+        state: T.Tensor((1,), "int64"),
     ):
         padded = stride if column_major else tokens
-        with T.Kernel(*grid(width // read.columns, padded, rows), threads=32 * WARPS) as (bx, by, bz):
+        with T.Kernel(*grid(width // read.columns, padded), threads=32 * WARPS) as (bx, by, bz):
             T.assume(width % read.columns == 0)
             thread = T.get_thread_binding()
             octets = width // read.columns
-            row = first_row(by, bz, thread, rows)
+            row = row_of(by, bz, thread)
             octet = first_octet(bx, thread)
-            raw = T.alloc_local((HALVES * rows * read.columns,), read.dtype)
-            factor = T.alloc_local((HALVES * rows,), "float32")
-            amax = T.alloc_local((HALVES * rows,), "float32")
-            inverse = T.alloc_local((HALVES * rows,), "float32")
-            live = T.alloc_local((rows,), "int32")
+            raw = T.alloc_local((HALVES * read.columns,), read.dtype)
+            factor = T.alloc_local((HALVES,), "float32")
+            amax = T.alloc_local((HALVES,), "float32")
+            inverse = T.alloc_local((HALVES,), "float32")
+            live = T.alloc_local((1,), "int32")
+            most = T.alloc_local((1,), "float32")
             eight = T.alloc_local((OCTET,), "float32")
-            for r in T.unroll(rows):
-                live[r] = T.cast(row + r < tokens, "int32")
-                for h in T.unroll(HALVES):
-                    if row + r < tokens and octet + h * 32 < octets:
-                        read.load(values, row + r, octet + h * 32, raw, h * rows + r)
-                        load_factor(values_sf, row + r, octet + h * 32, factor, h * rows + r)
-            for r in T.unroll(rows):
-                for h in T.unroll(HALVES):
-                    amax[h * rows + r] = T.float32(0.0)
-                    if row + r < tokens and octet + h * 32 < octets:
-                        read.decode(raw, h * rows + r, eight)
-                        for i in T.unroll(OCTET):
-                            amax[h * rows + r] = fmax(amax[h * rows + r], T.abs(eight[i]))
-                        amax[h * rows + r] = amax[h * rows + r] * factor[h * rows + r]
+            live[0] = T.cast(row < tokens, "int32")
+            for h in T.unroll(HALVES):
+                if row < tokens and octet + h * 32 < octets:
+                    read.load(values, row, octet + h * 32, raw, h)
+                    load_factor(values_sf, row, octet + h * 32, factor, h)
+            for h in T.unroll(HALVES):
+                amax[h] = T.float32(0.0)
+                if row < tokens and octet + h * 32 < octets:
+                    read.maximum(raw, h, most)
+                    amax[h] = most[0] * factor[h]
             scales(amax, inverse, sf, stride, row, octet, octets, tokens, live, T.float32(floor))
             if with_data:
-                for r in T.unroll(rows):
-                    for h in T.unroll(HALVES):
-                        if row + r < tokens and octet + h * 32 < octets:
-                            read.decode(raw, h * rows + r, eight)
-                            write(data, row + r, octet + h * 32, eight, factor[h * rows + r] * inverse[h * rows + r])
+                for h in T.unroll(HALVES):
+                    if row < tokens and octet + h * 32 < octets:
+                        read.decode(raw, h, eight)
+                        store(data, row, octet + h * 32, octets, eight, factor[h] * inverse[h], state)
 
     return per_token_cast
 
 
-def by_token(x, x_sf, x_block, fmt, layout, round_sf, with_data, warps, held, aligned):
+def by_token(x, x_sf, x_block, fmt, layout, round_sf, with_data, warps, held, stochastic, aligned):
     """One scale for each token.
 
     Args:
@@ -93,7 +91,7 @@ def by_token(x, x_sf, x_block, fmt, layout, round_sf, with_data, warps, held, al
     """
     read = source(x, aligned)
     load_factor = block_factor(x_sf, *x_block)
-    write = octet_writer(fmt, aligned)
+    store = rounding_writer(fmt, aligned, stochastic)
     mode = mode_of(layout, round_sf)
     rule = scale_rule(fmt, mode)
     floor = default_floor(fmt, mode)
@@ -110,12 +108,8 @@ def by_token(x, x_sf, x_block, fmt, layout, round_sf, with_data, warps, held, al
 
     @T.macro
     def maximum(raw, factor, at, amax):
-        eight = T.alloc_local((OCTET,), "float32")
         most = T.alloc_local((1,), "float32")
-        most[0] = T.float32(0.0)
-        read.decode(raw, at, eight)
-        for i in T.unroll(OCTET):
-            most[0] = fmax(most[0], T.abs(eight[i]))
+        read.maximum(raw, at, most)
         amax[0] = fmax(amax[0], most[0] * factor[at])
 
     @T.prim_func
@@ -124,6 +118,7 @@ def by_token(x, x_sf, x_block, fmt, layout, round_sf, with_data, warps, held, al
         values_sf: T.StridedTensor((x_rows, x_blocks), (x_sf_0, x_sf_1), x_sf or "float32"),
         data: T.Tensor((tokens, width // read.columns * out_bytes), out_dtype),
         sf: sf_tensor(layout, tokens, 1, stride),
+        state: T.Tensor((1,), "int64"),
     ):
         padded = stride if column_major else tokens
         with T.Kernel(T.ceildiv(padded, rows), threads=lanes * rows) as block:
@@ -172,13 +167,13 @@ def by_token(x, x_sf, x_block, fmt, layout, round_sf, with_data, warps, held, al
                     for k in T.unroll(held):
                         if row < tokens and octet + k * lanes < octets:
                             read.decode(raw, k, eight)
-                            write(data, row, octet + k * lanes, eight, factor[k] * inverse[0])
+                            store(data, row, octet + k * lanes, octets, eight, factor[k] * inverse[0], state)
                 else:
                     for k in T.serial(T.ceildiv(octets, lanes)):
                         if row < tokens and octet + k * lanes < octets:
                             read.load(values, row, octet + k * lanes, raw, 0)
                             load_factor(values_sf, row, octet + k * lanes, factor, 0)
                             read.decode(raw, 0, eight)
-                            write(data, row, octet + k * lanes, eight, factor[0] * inverse[0])
+                            store(data, row, octet + k * lanes, octets, eight, factor[0] * inverse[0], state)
 
     return per_token_cast

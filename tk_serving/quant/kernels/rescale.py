@@ -2,25 +2,25 @@
 
 import tilelang.language as T
 
-from tk_serving.quant.kernels.formats import OCTET, octet_writer, stored_as
+from tk_serving.quant.kernels.formats import OCTET, stored_as
+from tk_serving.quant.kernels.rounding import rounding_writer
 from tk_serving.quant.kernels.sources import block_factor, source
-from tk_serving.quant.kernels.tiles import HALVES, WARPS, first_octet, first_row, grid
+from tk_serving.quant.kernels.tiles import HALVES, WARPS, first_octet, grid, row_of
 
 
-def build(x, x_sf, x_block, sf, sf_block, fmt, rows, aligned):
+def build(x, x_sf, x_block, sf, sf_block, fmt, stochastic, aligned):
     """out = x * (x_sf * (1 / sf)), rounded to ``fmt``.
 
     Args:
         x: source name; its scales have dtype ``x_sf`` (None: plain values) and blocks ``x_block``.
         sf: dtype of the scales of the result, of blocks ``sf_block``; None: the result is not quantised. Scale 0 gives
             codes 0.
-        rows: tokens of a warp.
+        stochastic: round with random bits of the state.
     """
     read = source(x, aligned)
     load_factor = block_factor(x_sf, *x_block)
     load_scale = block_factor(sf, *sf_block)
-    write = octet_writer(fmt, aligned)
-    count = HALVES * rows
+    write = rounding_writer(fmt, aligned, stochastic)
     out_dtype, out_bytes = stored_as(fmt)
 
     tokens, width = T.dynamic("tokens"), T.dynamic("width")
@@ -35,34 +35,33 @@ def build(x, x_sf, x_block, sf, sf_block, fmt, rows, aligned):
         values_sf: T.StridedTensor((x_rows, x_blocks), (x_sf_0, x_sf_1), x_sf or "float32"),
         scales: T.StridedTensor((rows_, blocks), (sf_0, sf_1), sf or "float32"),
         out: T.Tensor((tokens, width // read.columns * out_bytes), out_dtype),
+        state: T.Tensor((1,), "int64"),
     ):
-        with T.Kernel(*grid(width // read.columns, tokens, rows), threads=32 * WARPS) as (bx, by, bz):
+        with T.Kernel(*grid(width // read.columns, tokens), threads=32 * WARPS) as (bx, by, bz):
             T.assume(width % read.columns == 0)
             thread = T.get_thread_binding()
             octets = width // read.columns
-            row = first_row(by, bz, thread, rows)
+            row = row_of(by, bz, thread)
             octet = first_octet(bx, thread)
-            raw = T.alloc_local((count * read.columns,), read.dtype)
-            factor = T.alloc_local((count,), "float32")
-            scale = T.alloc_local((count,), "float32")
+            raw = T.alloc_local((HALVES * read.columns,), read.dtype)
+            factor = T.alloc_local((HALVES,), "float32")
+            scale = T.alloc_local((HALVES,), "float32")
             eight = T.alloc_local((OCTET,), "float32")
-            for r in T.unroll(rows):
-                for h in T.unroll(HALVES):
-                    if row + r < tokens and octet + h * 32 < octets:
-                        read.load(values, row + r, octet + h * 32, raw, h * rows + r)
-                        load_factor(values_sf, row + r, octet + h * 32, factor, h * rows + r)
-                        load_scale(scales, row + r, octet + h * 32, scale, h * rows + r)
-            for r in T.unroll(rows):
-                for h in T.unroll(HALVES):
-                    if row + r < tokens and octet + h * 32 < octets:
-                        read.decode(raw, h * rows + r, eight)
-                        if sf is not None:
-                            if scale[h * rows + r] == T.float32(0.0):
-                                factor[h * rows + r] = T.float32(0.0)
-                                for i in T.unroll(OCTET):
-                                    eight[i] = T.float32(0.0)
-                            else:
-                                factor[h * rows + r] = factor[h * rows + r] * (T.float32(1.0) / scale[h * rows + r])
-                        write(out, row + r, octet + h * 32, eight, factor[h * rows + r])
+            for h in T.unroll(HALVES):
+                if row < tokens and octet + h * 32 < octets:
+                    read.load(values, row, octet + h * 32, raw, h)
+                    load_factor(values_sf, row, octet + h * 32, factor, h)
+                    load_scale(scales, row, octet + h * 32, scale, h)
+            for h in T.unroll(HALVES):
+                if row < tokens and octet + h * 32 < octets:
+                    read.decode(raw, h, eight)
+                    if sf is not None:
+                        if scale[h] == T.float32(0.0):
+                            factor[h] = T.float32(0.0)
+                            for i in T.unroll(OCTET):
+                                eight[i] = T.float32(0.0)
+                        else:
+                            factor[h] = factor[h] * (T.float32(1.0) / scale[h])
+                    write(out, row, octet + h * 32, octets, eight, factor[h], state)
 
     return rescale

@@ -1,30 +1,37 @@
 """SwiGLU of [N, 2 H]: plain or quantised by groups of columns (``by_group``), or with one scale a row (``by_row``).
 
 A row is dead (zero data and scales, not counted) where its expert is missing, and zero (a row of zeros with the scales
-of zeros) where its token is. Neither is read from memory, unless clamped elements of a zero row are counted.
+of zeros) where its token is. A dead row is not read from memory.
 """
 
 from typing import NamedTuple
 
 import tilelang.language as T
 
-from tk_serving.quant.kernels.formats import OCTET, fmax, octet_writer, stored_as
-from tk_serving.quant.kernels.scales import mode_of, scale_rule
+from tk_serving.quant.kernels.formats import OCTET, bits_of, float_of, fmax, octet_writer, stored_as, view
+from tk_serving.quant.kernels.scales import STORED, mode_of, scale_rule
 from tk_serving.quant.kernels.sources import source
 from tk_serving.quant.kernels.tiles import (
     HALVES,
+    OCTETS,
     WARPS,
     first_octet,
-    first_row,
     grid,
     group_scales,
     max_of_row,
+    row_of,
     sf_tensor,
 )
 from tk_serving.quant.scales import COLUMN, E4M3_COLUMN, PACKED, ROW
 
 DEAD, LIVE, ZERO = 0, 1, 2
+EACH = 8
+"""Rows that a warp looks through where most may be dead; their scales fill a sector of memory."""
 FULL = 0xFFFFFFFF
+
+
+def is_written(state, zero_padding):
+    return True if zero_padding else state != DEAD
 
 
 def is_read(state, counters):
@@ -43,7 +50,8 @@ class Rows(NamedTuple):
 
 
 def row_reader(weights, padding):
-    """Macro ``prepare(given, row, rows, lane, state, weight, at)``: state[at] and weight[at] of a row.
+    """Macros ``prepare(given, row, rows, lane, state, place, at)`` and, to follow it, ``weigh(given, row, state, place,
+    weight, at)``: state[at] and weight[at] of a row.
 
     Args:
         weights: ``topk`` (of the flat routing weights, by position), ``row`` (one for each row, times a factor),
@@ -67,33 +75,74 @@ def row_reader(weights, padding):
         found[0] = T.call_extern("int32", "__reduce_max_sync", T.uint32(FULL), hit[0])
 
     @T.macro
-    def prepare(given, row, rows, lane, state, weight, at):
-        place = T.alloc_local((1,), "int32")
+    def prepare(given, row, rows, lane, state, place, at):
+        """state[at]: whether the row is padding; place[at]: the position of its weight."""
         found = T.alloc_local((1,), "int32")
         state[at] = DEAD
-        weight[at] = T.float32(1.0)
+        place[at] = 0
         found[0] = 1
         if padding == "psum":
             owned(given.psum, row, given.alignment, lane, found)
         if row < rows and found[0] != 0:
             state[at] = LIVE
+            if weights == "topk":
+                place[at] = given.positions[row]
             if padding == "expert":
                 if given.experts[row] < 0:
                     state[at] = DEAD
+
+    @T.macro
+    def weigh(given, row, state, place, weight, at):
+        """weight[at] of a row; the state of a row without a token. Comes after the loads of the row, which need not
+        wait for it."""
+        weight[at] = T.float32(1.0)
+        if state[at] == LIVE:
             if weights == "topk":
-                if state[at] == LIVE:
-                    flat = T.Tensor((given.weights.shape[0] * given.weights.shape[1],), "float32", given.weights.data)
-                    place[0] = given.positions[row]
-                    state[at] = ZERO
-                    if place[0] >= 0 and place[0] < flat.shape[0]:
-                        state[at] = LIVE
-                        weight[at] = flat[place[0]]
+                flat = T.Tensor((given.weights.shape[0] * given.weights.shape[1],), "float32", given.weights.data)
+                state[at] = ZERO
+                if place[at] >= 0 and place[at] < flat.shape[0]:
+                    state[at] = LIVE
+                    weight[at] = flat[place[at]]
             elif weights == "row":
                 weight[at] = given.weights[row] * given.factor
             elif weights == "factor":
                 weight[at] = given.factor
 
-    return prepare
+    return prepare, weigh
+
+
+REFINED = ("float32",)
+"""Types of x of which quotients need a refined reciprocal."""
+
+
+def divider(x):
+    """Macro ``divide(a, b, quotient)``: quotient[0] = a / b as IEEE rounds it, without a branch.
+
+    For b from 1 to 2^96 and an a that is 0 or has a normal quotient: the sequence that the compiler uses for such
+    operands, but not its test for the others, a branch behind which it would hold back all that follows. For bfloat16
+    gates, on which b depends as well, the approximate reciprocal is enough: tests/gpu tries all of them.
+    The remainder is negated, so that the quotient of -0 is -0.
+    """
+
+    @T.macro
+    def divide(a, b, quotient):
+        r = T.alloc_local((1,), "float32")
+        rest = T.alloc_local((1,), "float32")
+        r[0] = T.fast_rcp(b)
+        if x in REFINED:
+            rest[0] = T.ieee_fmaf(-b, r[0], T.float32(1.0))
+            r[0] = T.ieee_fmaf(r[0], rest[0], r[0])
+        quotient[0] = a * r[0]
+        rest[0] = T.ieee_fmaf(b, quotient[0], -a)
+        quotient[0] = T.ieee_fmaf(-rest[0], r[0], quotient[0])
+
+    return divide
+
+
+def limited(value, limit):
+    """``value`` cut to [-limit, limit]; NaN stays."""
+    cut = float_of((bits_of(value) & T.int32(-0x80000000)) | bits_of(limit))
+    return T.if_then_else(T.abs(value) > limit, cut, value)
 
 
 def activation(weighted, clamp, counters, x):
@@ -102,11 +151,14 @@ def activation(weighted, clamp, counters, x):
     ``raw`` holds the gate octet 2 at and the up octet 2 at + 1. The limits apply by comparison, as NaN stays.
     """
     read = source(x, True)
+    divide = divider(x)
 
     @T.macro
     def activate(raw, at, state, weight, limit, y, counts):
         gate = T.alloc_local((OCTET,), "float32")
         up = T.alloc_local((OCTET,), "float32")
+        most = T.alloc_local((1,), "float32")
+        quotient = T.alloc_local((1,), "float32")
         if is_read(state, counters):
             read.decode(raw, 2 * at, gate)
             read.decode(raw, 2 * at + 1, up)
@@ -117,9 +169,17 @@ def activation(weighted, clamp, counters, x):
                     counts[2] = counts[2] + T.cast(up[i] < -limit, "int32")
                 if clamp:
                     gate[i] = T.if_then_else(gate[i] > limit, limit, gate[i])
-                    up[i] = T.if_then_else(up[i] > limit, limit, T.if_then_else(up[i] < -limit, -limit, up[i]))
-                y[at * OCTET + i] = gate[i] / (T.float32(1.0) + T.exp(-gate[i])) * up[i]
-                if weighted:
+                    up[i] = limited(up[i], limit)
+            read.maximum(raw, 2 * at, most)
+            if most[0] <= T.float32(64.0):
+                for i in T.unroll(OCTET):
+                    divide(gate[i], T.float32(1.0) + T.exp(-gate[i]), quotient)
+                    y[at * OCTET + i] = quotient[0] * up[i]
+            else:
+                for i in T.unroll(OCTET):
+                    y[at * OCTET + i] = gate[i] / (T.float32(1.0) + T.exp(-gate[i])) * up[i]
+            if weighted:
+                for i in T.unroll(OCTET):
                     y[at * OCTET + i] = y[at * OCTET + i] * weight
             if counters == 4:
                 counts[3] = counts[3] + OCTET
@@ -157,19 +217,85 @@ def weights_tensor(mode, rows):
     return T.Tensor((rows,) if mode == "row" else (T.dynamic("tokens"), T.dynamic("topk")), "float32")
 
 
-def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, rows, aligned):
-    """One scale for ``npc`` = 32, 64 or 128 columns; 0 writes bfloat16 or float32. A warp takes ``rows`` rows."""
-    prepare = row_reader(weights, padding)
+def live_rows(padding, npc, layout):
+    """Macro ``find(experts, sf, stride, first, rows, lane, part, alive)``: a bit of alive[0] for each of ``EACH`` rows
+    from ``first`` that has an expert. The scales of the others, in the columns of this ``part``, become 0.
+    """
+    dtype = STORED[layout]
+    column_major = layout in (COLUMN, PACKED, E4M3_COLUMN)
+    columns = max(1, OCTETS * OCTET // (npc * (4 if layout == PACKED else 1)))  # of scales, in a part
+
+    @T.macro
+    def find(experts, sf, stride, first, rows, lane, part, alive):
+        expert = T.alloc_local((1,), "int32")
+        expert[0] = -1
+        if first + lane % EACH < rows:
+            expert[0] = experts[first + lane % EACH]
+        alive[0] = T.call_extern("uint32", "__ballot_sync", T.uint32(FULL), T.cast(expert[0] >= 0, "int32"))
+        for i in T.unroll((columns * EACH + 31) // 32):
+            column = (i * 32 + lane) // EACH
+            row = first + lane % EACH
+            if expert[0] < 0 and column < columns and part * columns + column < sf.shape[1]:
+                if column_major:
+                    by_column = view(sf, (sf.shape[1], stride), dtype)
+                    if row < stride:
+                        by_column[0][part * columns + column, row] = T.cast(0, dtype)
+                elif row < rows:
+                    sf[row, part * columns + column] = T.cast(0, dtype)
+
+    return find
+
+
+def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, aligned, zero_padding):
+    """One scale for ``npc`` = 32, 64 or 128 columns; 0 writes bfloat16 or float32.
+
+    Without ``zero_padding`` dead rows of the data stay as they are; their scales are 0 all the same. Most may be dead
+    then, so a warp looks through ``EACH`` rows for live ones.
+    """
+    each = 1 if zero_padding else EACH
+    prepare, weigh = row_reader(weights, padding)
     activate = activation(weights is not None, clamp, counters, x)
     report = count_reporter(counters, WARPS)
     read, values_of = source(x, aligned), source("float32", True).decode
     write = octet_writer(fmt, aligned)
-    scales = group_scales(fmt, npc, layout, round_sf, rows) if npc else None
+    scales = group_scales(fmt, npc, layout, round_sf) if npc else None
+    find_live = None if zero_padding else live_rows(padding, npc, layout)
     out_dtype, out_bytes = stored_as(fmt)
     column_major = layout in (COLUMN, PACKED, E4M3_COLUMN)
-    count = HALVES * rows
     n, width, blocks = T.dynamic("rows"), T.dynamic("width"), T.dynamic("blocks")
     stride, num_experts = T.dynamic("stride", "int64"), T.dynamic("num_experts")
+
+    @T.macro
+    def convert(given, values, data, sf, stride, row, n, octet, octets, lane, limit, floor, counts):
+        """One row of the tile."""
+        state = T.alloc_local((1,), "int32")
+        place = T.alloc_local((1,), "int32")
+        weight = T.alloc_local((1,), "float32")
+        raw = T.alloc_local((2 * HALVES * OCTET,), x)
+        y = T.alloc_local((HALVES * OCTET,), "float32")
+        amax = T.alloc_local((HALVES,), "float32")
+        inverse = T.alloc_local((HALVES,), "float32")
+        eight = T.alloc_local((OCTET,), "float32")
+        prepare(given, row, n, lane, state, place, 0)
+        for h in T.unroll(HALVES):
+            if state[0] != DEAD and row < n and octet + h * 32 < octets:
+                read.load(values, row, octet + h * 32, raw, 2 * h)
+                read.load(values, row, octets + octet + h * 32, raw, 2 * h + 1)
+        weigh(given, row, state, place, weight, 0)
+        for h in T.unroll(HALVES):
+            amax[h] = T.float32(0.0)
+            for i in T.unroll(OCTET):
+                y[h * OCTET + i] = T.float32(0.0)
+            if state[0] != DEAD and octet + h * 32 < octets:
+                activate(raw, h, state[0], weight[0], limit, y, counts)
+                for i in T.unroll(OCTET):
+                    amax[h] = fmax(amax[h], T.abs(y[h * OCTET + i]))
+        if npc:
+            scales(amax, inverse, sf, stride, row, octet, octets, n, state, floor)
+        for h in T.unroll(HALVES):
+            if is_written(state[0], zero_padding) and row < n and octet + h * 32 < octets:
+                values_of(y, h, eight)
+                write(data, row, octet + h * 32, eight, inverse[h] if npc else T.float32(1.0))
 
     @T.prim_func
     def swiglu(
@@ -187,55 +313,37 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, r
         alignment: T.int32,
     ):
         padded = stride if column_major else n
-        with T.Kernel(*grid(width // (2 * OCTET), padded, rows), threads=32 * WARPS) as (bx, by, bz):
+        with T.Kernel(*grid(width // (2 * OCTET), T.ceildiv(padded, each)), threads=32 * WARPS) as (bx, by, bz):
+            if not zero_padding:
+                T.annotate_min_blocks_per_sm(8)  # the loop would take registers for 5
             T.assume(width % (2 * OCTET) == 0)
             thread = T.get_thread_binding()
             octets = width // (2 * OCTET)
-            row = first_row(by, bz, thread, rows)
+            first = row_of(by, bz, thread) * each
             octet = first_octet(bx, thread)
             given = Rows(positions, row_weights, experts, psum, factor, alignment)
-            state = T.alloc_local((rows,), "int32")
-            weight = T.alloc_local((rows,), "float32")
-            raw = T.alloc_local((2 * count * OCTET,), x)
-            y = T.alloc_local((count * OCTET,), "float32")
-            amax = T.alloc_local((count,), "float32")
-            inverse = T.alloc_local((count,), "float32")
-            eight = T.alloc_local((OCTET,), "float32")
             counts = T.alloc_local((4,), "int32")
+            alive = T.alloc_local((1,), "uint32")
             for c in T.unroll(4):
                 counts[c] = 0
-            for r in T.unroll(rows):
-                prepare(given, row + r, n, thread % 32, state, weight, r)
-            for r in T.unroll(rows):
-                for h in T.unroll(HALVES):
-                    if is_read(state[r], counters) and row + r < n and octet + h * 32 < octets:
-                        read.load(values, row + r, octet + h * 32, raw, 2 * (h * rows + r))
-                        read.load(values, row + r, octets + octet + h * 32, raw, 2 * (h * rows + r) + 1)
-            for r in T.unroll(rows):
-                for h in T.unroll(HALVES):
-                    amax[h * rows + r] = T.float32(0.0)
-                    for i in T.unroll(OCTET):
-                        y[(h * rows + r) * OCTET + i] = T.float32(0.0)
-                    if state[r] != DEAD and octet + h * 32 < octets:
-                        activate(raw, h * rows + r, state[r], weight[r], limit, y, counts)
-                        for i in T.unroll(OCTET):
-                            amax[h * rows + r] = fmax(amax[h * rows + r], T.abs(y[(h * rows + r) * OCTET + i]))
-            if npc:
-                scales(amax, inverse, sf, stride, row, octet, octets, n, state, floor)
-            for r in T.unroll(rows):
-                for h in T.unroll(HALVES):
-                    if row + r < n and octet + h * 32 < octets:
-                        values_of(y, h * rows + r, eight)
-                        write(data, row + r, octet + h * 32, eight, inverse[h * rows + r] if npc else T.float32(1.0))
+            lane = thread % 32
+            if zero_padding:
+                convert(given, values, data, sf, stride, first, n, octet, octets, lane, limit, floor, counts)
+            else:
+                find_live(experts, sf, stride, first, n, lane, bx, alive)
+                for i in T.unroll(each, unroll_factor=1):
+                    if (alive[0] >> T.cast(i, "uint32")) & T.uint32(1) != T.uint32(0):
+                        row = first + i
+                        convert(given, values, data, sf, stride, row, n, octet, octets, lane, limit, floor, counts)
             if counters:
                 report(counts, totals, thread)
 
     return swiglu
 
 
-def by_row(x, fmt, round_sf, weights, padding, clamp, counters, warps, held, aligned):
+def by_row(x, fmt, round_sf, weights, padding, clamp, counters, warps, held, aligned, zero_padding):
     """One scale for each row, row-major; ``warps`` warps hold a row in registers, ``held`` octets in a lane."""
-    prepare = row_reader(weights, padding)
+    prepare, weigh = row_reader(weights, padding)
     activate = activation(weights is not None, clamp, counters, x)
     report = count_reporter(counters, WARPS if warps == 1 else warps)
     read, values_of = source(x, aligned), source("float32", True).decode
@@ -269,6 +377,7 @@ def by_row(x, fmt, round_sf, weights, padding, clamp, counters, warps, held, ali
             octet = thread % lanes
             given = Rows(positions, row_weights, experts, psum, factor, alignment)
             state = T.alloc_local((1,), "int32")
+            place = T.alloc_local((1,), "int32")
             weight = T.alloc_local((1,), "float32")
             raw = T.alloc_local((2 * held * OCTET,), x)
             y = T.alloc_local((held * OCTET,), "float32")
@@ -280,11 +389,12 @@ def by_row(x, fmt, round_sf, weights, padding, clamp, counters, warps, held, ali
             for c in T.unroll(4):
                 counts[c] = 0
             amax[0] = T.float32(0.0)
-            prepare(given, row, n, thread % 32, state, weight, 0)
+            prepare(given, row, n, thread % 32, state, place, 0)
             for k in T.unroll(held):
-                if is_read(state[0], counters) and row < n and octet + k * lanes < octets:
+                if state[0] != DEAD and row < n and octet + k * lanes < octets:
                     read.load(values, row, octet + k * lanes, raw, 2 * k)
                     read.load(values, row, octets + octet + k * lanes, raw, 2 * k + 1)
+            weigh(given, row, state, place, weight, 0)
             for k in T.unroll(held):
                 for i in T.unroll(OCTET):
                     y[k * OCTET + i] = T.float32(0.0)
@@ -297,7 +407,7 @@ def by_row(x, fmt, round_sf, weights, padding, clamp, counters, warps, held, ali
             if octet == 0 and row < n:
                 sf[row, 0] = T.if_then_else(state[0] == DEAD, T.float32(0.0), scale[0])
             for k in T.unroll(held):
-                if row < n and octet + k * lanes < octets:
+                if is_written(state[0], zero_padding) and row < n and octet + k * lanes < octets:
                     values_of(y, k, eight)
                     write(data, row, octet + k * lanes, eight, inverse[0])
             if counters:

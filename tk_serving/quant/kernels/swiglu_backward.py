@@ -6,7 +6,7 @@ from tk_serving.quant.formats import FORMATS
 from tk_serving.quant.kernels.formats import OCTET, fmax, octet_writer
 from tk_serving.quant.kernels.sources import block_factor, source
 from tk_serving.quant.kernels.sums import octet_sum, sum_of_row
-from tk_serving.quant.kernels.swiglu import LIVE, Rows, row_reader, weights_tensor
+from tk_serving.quant.kernels.swiglu import DEAD, LIVE, Rows, row_reader, weights_tensor
 from tk_serving.quant.kernels.tiles import HALVES, OCTETS, group_scales
 from tk_serving.quant.scales import ROW
 
@@ -61,11 +61,11 @@ def build(x, npc, cast, grad, weights, padding, clamp, out, x_grad, weight_grad,
     """
     read, read_grad, values_of = source(x, aligned), source(grad, aligned), source("float32", True).decode
     load_factor = block_factor("float32" if x == "e4m3" else None, 1, npc)
-    prepare = row_reader(weights, padding)
+    prepare, weigh = row_reader(weights, padding)
     differentiate = gradient(clamp)
     write_out, write_grad = octet_writer(out or grad, aligned), octet_writer(x_grad or grad, aligned)
     write_data = octet_writer("e4m3", aligned)
-    scales = group_scales("e4m3", npc, ROW, round_sf, 1) if cast else None
+    scales = group_scales("e4m3", npc, ROW, round_sf) if cast else None
     floor = FORMATS["e4m3"].floor
     n, width, hidden, blocks, x_blocks = (T.dynamic(name) for name in ("rows", "width", "hidden", "blocks", "x_blocks"))
     x_stride, x_sf_0, x_sf_1 = (T.dynamic(name, "int64") for name in ("x_stride", "x_sf_0", "x_sf_1"))
@@ -95,6 +95,7 @@ def build(x, npc, cast, grad, weights, padding, clamp, out, x_grad, weight_grad,
             octet = thread // 32 * OCTETS + thread % 32
             given = Rows(positions, row_weights, None, psum, factor, alignment)
             state = T.alloc_local((1,), "int32")
+            place = T.alloc_local((1,), "int32")
             weight = T.alloc_local((1,), "float32")
             raw = T.alloc_local((2 * HALVES * OCTET,), read.dtype)
             raw_grad = T.alloc_local((HALVES * OCTET,), grad)
@@ -111,14 +112,15 @@ def build(x, npc, cast, grad, weights, padding, clamp, out, x_grad, weight_grad,
             shared = T.alloc_shared((warps,), "float32")
             total = T.alloc_local((1,), "float32")
             total[0] = T.float32(0.0)
-            prepare(given, row, n, thread % 32, state, weight, 0)
+            prepare(given, row, n, thread % 32, state, place, 0)
             for h in T.unroll(HALVES):
-                if state[0] == LIVE and octet + h * 32 < octets:
+                if state[0] != DEAD and octet + h * 32 < octets:
                     read.load(values, row, octet + h * 32, raw, 2 * h)
                     read.load(values, row, octets + octet + h * 32, raw, 2 * h + 1)
                     load_factor(values_sf, row, octet + h * 32, scale, 2 * h)
                     load_factor(values_sf, row, octets + octet + h * 32, scale, 2 * h + 1)
                     read_grad.load(out_grad, row, octet + h * 32, raw_grad, h)
+            weigh(given, row, state, place, weight, 0)
             for h in T.unroll(HALVES):
                 amax[h] = T.float32(0.0)
                 amax_up[h] = T.float32(0.0)

@@ -2,7 +2,7 @@
 
 import os
 
-from tk_serving.bench.peers.vllm.layer import experts, shared_expert
+from tk_serving.bench.peers.vllm.layer import experts, routing, shared_expert
 from tk_serving.bench.peers.vllm.mhc import (
     mhc_head_fused,
     mhc_post,
@@ -48,6 +48,7 @@ __all__ = [
     "per_token_cast",
     "reduce_fused",
     "reduce_fused_add",
+    "routing",
     "shared_expert",
     "swiglu_forward",
     "swiglu_forward_and_per_token_cast",

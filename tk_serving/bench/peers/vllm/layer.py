@@ -7,15 +7,35 @@ from typing import Any
 import torch
 
 from tk_serving.bench.peers import PeerCall, need
-from tk_serving.bench.peers.vllm.moe import FUSED_MOE
+from tk_serving.bench.peers.vllm import moe
 from tk_serving.bench.peers.vllm.quant import FP8, FP8_UTILS, layout, per_token_cast, swiglu_forward
+from tk_serving.bench.routing import by_pair, router
+
+
+def routing(gate: dict[str, Any], mapping: dict[str, Any], expand: dict[str, Any]) -> PeerCall:
+    """The router, the group cast, and the permutation of the DeepGEMM path."""
+    utils = need(f"{moe.FUSED_MOE}.deep_gemm_utils")
+    choose = getattr(moe, router(gate))(**gate)
+    x, experts = expand["x"], mapping["num_experts"]
+    cast = per_token_cast(x, expand["fmt"], expand["num_per_channels"], None, False, expand["round_sf"])
+
+    def run() -> tuple:
+        weights, ids = choose.run()
+        data, sf = cast.run()
+        return weights, ids, utils.deepgemm_moe_permute(data, sf, ids, experts, None, None, use_psum_layout=True)
+
+    def result(found: tuple) -> tuple:
+        weights, ids, (data, sf, _, positions, _) = found
+        return by_pair(ids, weights, positions, (data, sf))
+
+    return PeerCall(run, result)
 
 
 def experts(
     mapping: dict[str, Any], expand: dict[str, Any], swiglu: dict[str, Any], reduce: dict[str, Any]
 ) -> PeerCall:
     """The DeepGEMM path: permute, SwiGLU with cast on the live rows, weighted unpermute, sum with the shared expert."""
-    utils = need(f"{FUSED_MOE}.deep_gemm_utils")
+    utils = need(f"{moe.FUSED_MOE}.deep_gemm_utils")
     cast = need(FP8_UTILS).silu_mul_per_token_group_quant_fp8_colmajor
     data, sf = expand["x"]
     ids, count = mapping["topk_idx"].int(), mapping["num_experts"]

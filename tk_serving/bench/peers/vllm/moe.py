@@ -12,6 +12,7 @@ from tk_serving.bench.peers import PeerCall, PeerUnavailableError, covers, need,
 from tk_serving.bench.peers.vllm.quant import FP8, per_token_cast
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+UNWRITTEN = "calls that leave padding rows as they are"
 
 
 def top2_sum_gate(
@@ -98,8 +99,10 @@ def expand_to_fused_with_sf(
     token_topk_to_pos: Tensor,
     pos_to_expert: Tensor,
     use_tma_aligned_col_major_sf: bool = False,
+    zero_padding: bool = True,
 ) -> PeerCall:
     """The Triton scatter of the DeepGEMM path (``ep_scatter``)."""
+    covers(not zero_padding, UNWRITTEN)
     covers(x[0].dtype == FP8 and x[1].dtype == torch.float32, "e4m3 with f32 scales")
     return _scatter(lambda: x, num_per_channels, token_topk_to_pos, pos_to_expert)
 
@@ -113,8 +116,10 @@ def expand_to_fused_and_cast(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    zero_padding: bool = True,
 ) -> PeerCall:
     """The group cast, then ``ep_scatter``."""
+    covers(not zero_padding, UNWRITTEN)
     covers(not use_packed_ue8m0, "f32 scales")
     cast = per_token_cast(x, fmt, num_per_channels, None, False, round_sf)
     return _scatter(cast.run, num_per_channels, token_topk_to_pos, pos_to_expert)
@@ -179,7 +184,7 @@ def _scatter(
     index = torch.empty_like(ids)
 
     def run() -> None:
-        buffers = (ids, counts, None, start, out, out_sf, indices, index)
+        buffers = (ids, counts, None, start, out, out_sf.zero_(), indices, index)  # as deepgemm_moe_permute
         utils.ep_scatter(*source(), *buffers, 128, group)
 
     def result(_: Any) -> tuple[Tensor, Tensor]:
@@ -191,7 +196,7 @@ def _scatter(
         placed_sf[target] = out_sf[found]
         return placed, placed_sf
 
-    return PeerCall(run, result, "assigns the positions as well; row-major scales; padding rows unwritten")
+    return PeerCall(run, result, "assigns the positions as well; row-major scales")
 
 
 def _expert_ids(token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> tuple[int, Tensor]:

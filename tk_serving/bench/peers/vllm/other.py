@@ -58,9 +58,12 @@ def apply_rotary(
     covers(query.dim() == 3 and positions is not None and seqlen_offset == 0, "[T, heads, rot] with positions")
     ops = need("vllm._custom_ops")
     assert positions is not None
-    # On views of wider heads it was seen to read outside of the tensors.
-    covers(all(t is None or t.is_contiguous() for t in (query, key)), "contiguous queries and keys")
-    cache, rows = cos_sin_cache.to(query.dtype), positions.long()
+    # It reads the cache at any position; those outside get a row that turns by nothing.
+    still = torch.zeros_like(cos_sin_cache[:1])
+    still[:, : still.shape[1] // 2] = 1
+    cache = torch.cat([cos_sin_cache, still]).to(query.dtype)
+    inside = (positions >= 0) & (positions < len(cos_sin_cache))
+    rows = torch.where(inside, positions, len(cos_sin_cache)).long()
     tail = (0, True) if conjugate else ()
     return PeerCall(
         lambda: ops.rotary_embedding(rows, query, key, query.shape[-1], cache, not interleaved, *tail),

@@ -53,6 +53,7 @@ def swiglu_forward_and_per_token_cast(
     swiglu_clamp_value: float | None = None,
     clamped_count: Tensor | None = None,
     sf_clamp_min: float | None = None,
+    zero_padding: bool = True,
     **rest: Any,
 ) -> PeerCall:
     """The Triton kernels of the DeepGEMM path (packed, column-major), else ``_C.silu_and_mul_per_block_quant``."""
@@ -88,14 +89,21 @@ def swiglu_forward(x: Tensor, fmt: str, clamp_value: float | None = None, **rest
         if clamp_value is None:
             torch.ops._C.silu_and_mul(out, x)
         else:
-            torch.ops._C.silu_and_mul_with_clamp(out, x, clamp_value)
+            torch.ops._C.silu_and_mul_with_clamp(out, x, clamp_value, 1.0, 0.0)
         return out
 
     return PeerCall(run)
 
 
-def norm_forward(x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None = None, **rest: Any) -> PeerCall:
-    """``_C.rms_norm`` or ``_C.fused_add_rms_norm``."""
+def norm_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    **rest: Any,
+) -> PeerCall:
+    """``_C.rms_norm`` or ``_C.fused_add_rms_norm``, which writes the sum in place of the residual."""
     covers(x.dim() == 2 and weight is not None, "two dimensions with a weight")
     covers(rest.pop("out_scale", 1.0) == 1.0, "out_scale 1")
     nothing_else(rest)
@@ -121,6 +129,7 @@ def norm_forward_and_per_token_cast(
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
     with_out_bf16: bool = False,
+    residual_out: Tensor | None = None,
     **rest: Any,
 ) -> PeerCall:
     """``_C.rms_norm_per_block_quant``, or the norm followed by the group cast where it does not apply."""

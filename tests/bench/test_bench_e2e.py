@@ -1,0 +1,247 @@
+"""The end-to-end benchmark without an engine: configurations, weights, comparison, record."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from tk_serving.bench.e2e import alternate, child, families, models, support, weights
+
+CONFIG = SimpleNamespace(
+    hidden_size=256,
+    n_routed_experts=16,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    moe_intermediate_size=128,
+    intermediate_size=512,
+    num_attention_heads=4,
+    v_head_dim=128,
+    q_lora_rank=256,
+    kv_lora_rank=512,
+)
+
+
+# -- configurations ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", models.MODELS)
+def test_configurations_have_the_published_shapes(model):
+    from tk_serving.workloads import MODELS
+
+    (facts,) = [m for m in MODELS if m.key == model]
+    config = models.MODELS[model](4)
+    assert config["num_hidden_layers"] == 4
+    assert config.get("hc_mult", 0) == facts.hc_mult
+    for name in ("hidden_size", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "scoring_func"):
+        assert config[name] == getattr(facts, name)
+    assert config["routed_scaling_factor"] == facts.routed_scaling_factor
+
+
+# -- weights -------------------------------------------------------------------------------------------------------
+
+
+def parameter(name, *shape, dtype=torch.bfloat16):
+    module = torch.nn.Module()
+    *path, last = name.split(".")
+    owner = module
+    for part in path:
+        owner.add_module(part, torch.nn.Module())
+        owner = getattr(owner, part)
+    owner.register_parameter(last, torch.nn.Parameter(torch.zeros(*shape).to(dtype), requires_grad=False))
+    weights.fill(module, CONFIG)
+    return dict(module.named_parameters())[name].data
+
+
+def test_products_keep_the_size_of_their_input():
+    x = torch.randn(8, 256)
+    plain = x @ parameter("layers.0.q_a_proj.weight", 320, 256).float().t()
+    assert 0.8 < plain.std() < 1.2
+    codes = parameter("layers.0.q_a_proj.weight", 256, 256, dtype=torch.float8_e4m3fn).float()
+    scale = parameter("layers.0.q_a_proj.weight_scale_inv", 2, 2, dtype=torch.float32)
+    quantised = x @ (codes * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)).t()
+    assert 0.4 < quantised.std() < 2.5
+    assert len(scale.unique()) == 4, "scales differ from block to block"
+
+
+def test_fp4_experts_have_random_codes_and_scales_with_a_spread():
+    codes = parameter("experts.w13_weight", 2, 256, 128, dtype=torch.uint8)
+    exponents = parameter("experts.w13_weight_scale", 2, 256, 8, dtype=torch.uint8)
+    assert len(codes.unique()) > 200
+    assert 3 <= len(exponents.unique()) < 9
+    assert 116 < exponents.float().mean() < 125
+
+
+def test_no_sublayer_writes_to_the_topics_and_routers_read_nothing_else():
+    for name, dtype in (("self_attn.o_proj.weight", torch.bfloat16), ("experts.w2_weight", torch.float8_e4m3fn)):
+        shape = (2, 256, 128) if "w2" in name else (256, 128)
+        values = parameter(name, *shape, dtype=dtype).float()
+        assert (values[..., -weights.TOPICS :, :] == 0).all()
+        assert (values[..., : -weights.TOPICS, :] != 0).float().mean() > 0.9
+    gate = parameter("mlp.gate.weight", 16, 256)
+    assert (gate[:, : -weights.TOPICS] == 0).all()
+    embedding = parameter("embed_tokens.weight", 200, 256)[:, -weights.TOPICS :]
+    assert ((embedding != 0).sum(1) == 1).all()
+
+
+def test_no_routing_decision_hangs_on_rounding():
+    from tk_serving.moe import top2_sum_gate
+
+    gate = parameter("mlp.gate.weight", 16, 256).float()
+    bias = parameter("mlp.gate.e_score_correction_bias", 16, dtype=torch.float32)
+    assert (bias != 0).any()
+    x = parameter("embed_tokens.weight", 128, 256).float()
+    chosen = [
+        top2_sum_gate((x * size) @ gate.t(), bias, 4, 2, 4, False, 0, 2.5, 0, 1, 0, 1, "sigmoid")[0].sort(-1).values
+        for size in (0.3, 0.301, 0.5, 1.0)
+    ]
+    assert all(torch.equal(chosen[0], other) for other in chosen)
+    assert len(chosen[0].unique()) == int((bias == 0).sum()), "all experts that may be chosen are"
+
+
+def test_the_table_of_token_ids_has_distinct_experts():
+    table = parameter("ffn.gate.tid2eid", 300, 4, dtype=torch.int32)
+    assert all(len(row.unique()) == 4 for row in table)
+    assert table.max() == 15
+
+
+def test_the_same_name_has_the_same_values_in_every_process():
+    assert torch.equal(parameter("a.b.weight", 64, 64), parameter("a.b.weight", 64, 64))
+    assert not torch.equal(parameter("a.b.weight", 64, 64), parameter("a.c.weight", 64, 64))
+
+
+# -- comparison and record -----------------------------------------------------------------------------------------
+
+
+def answers(*tokens, shift=0.0):
+    at = [[{str(t): -1.0 + shift, "99": -2.0} for t in text] for text in tokens]
+    return {"tokens": [list(text) for text in tokens], "logprobs": at}
+
+
+def test_texts_count_up_to_the_first_other_token():
+    same = alternate.differences(answers((1, 2)), answers((1, 2)))
+    assert same == {"max_logprob_diff": 0.0, "mean_logprob_diff": 0.0, "equal_texts": "1/1", "agree": True}
+    ours, theirs = answers((1, 2, 3), (5,), shift=0.5), answers((1, 4, 3), (5,))
+    ours["logprobs"][0][2]["3"] = 9.0
+    assert alternate.differences(ours, theirs) == {
+        "max_logprob_diff": 0.5,
+        "mean_logprob_diff": pytest.approx(1.0 / 5, abs=1e-6),
+        "equal_texts": "1/2",
+        "agree": False,
+    }
+
+
+def test_kernels_have_families():
+    names = {
+        "fused_moe_kernel": "routed experts",
+        "void marlin_moe_wna16::Marlin<...>": "routed experts",
+        "void deep_gemm::sm90_fp8_gemm_1d2d_impl<...>": "dense products",
+        "void per_token_group_quant_8bit_register_kernel<c10::BFloat16>": "casts",
+        "void vllm::act_and_mul_kernel<c10::BFloat16>": "swiglu",
+        "reduce_fused_kernel": "reduce",
+        "void vllm::moe::moe_sum_vec_kernel<c10::BFloat16>": "reduce",
+        "mhc_post_kernel": "mhc",
+        "void deep_gemm::sm90_tf32_hc_prenorm_gemm_impl<...>": "mhc",
+        "gate_kernel": "routing",
+        "something": "other",
+    }
+    assert {name: families.family(name) for name in names} == names
+    assert families.by_family({"gate_kernel": 1.0, "reduce_fused_kernel": 2.0, "topk_kernel": 3.0}) == {
+        "routing": 4.0,
+        "reduce": 2.0,
+    }
+
+
+class FakeSide:
+    def __init__(self, ms):
+        self.ms, self.log = ms, []
+
+    def do(self, what, **arguments):
+        self.log.append((what, arguments.get("seed")))
+        if what == "kernels":
+            return {"ms": {"gate_kernel": self.ms}, "calls": {"gate_kernel": 2.0}}
+        return {"ms": self.ms, "wall_ms": self.ms + 1}
+
+
+def test_sides_alternate_and_the_first_measurement_is_thrown_away():
+    sides = {"stock": FakeSide(3.0), "ours": FakeSide(2.0)}
+    row = alternate._phase(sides, alternate.Options(rounds=2), "decode", 8)
+    assert (row["phase"], row["stock"], row["ours"], row["ratio"]) == ("decode 8 sequences", 3.0, 2.0, 1.5)
+    assert row["gpu_ms_by_family"] == {"stock": {"routing": 3.0}, "ours": {"routing": 2.0}}
+    assert row["launches"] == {"stock": 2.0, "ours": 2.0}
+    assert [seed for _, seed in sides["ours"].log] == [10, 11, 12, None], "both sides get the same prompts"
+    assert sides["ours"].log == sides["stock"].log
+
+
+def test_the_record_keeps_the_rows_of_other_models(tmp_path):
+    options = alternate.Options(model="v3", json=tmp_path / "record.json")
+    options.json.write_text(
+        json.dumps({"rows": [{"model": "v3", "a": 1}, {"model": "v4", "a": 2}], "engines": {"v4": 1}})
+    )
+    alternate._write({"rows": [{"model": "v3", "a": 3}], "engines": {"v3": 2}}, options)
+    record = json.loads(options.json.read_text())
+    assert record["rows"] == [{"model": "v4", "a": 2}, {"model": "v3", "a": 3}]
+    assert record["engines"] == {"v4": 1, "v3": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"engine": "x"}, "expected vllm"), ({"model": "x"}, "expected one of")]
+)
+def test_unknown_names_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        alternate.run(alternate.Options(**options), Console(quiet=True))
+
+
+def test_an_engine_that_ends_says_why(tmp_path, monkeypatch):
+    script = tmp_path / "broken.py"
+    script.write_text("import sys; print('no such model', file=sys.stderr)")
+    monkeypatch.setattr(child, "__name__", "broken")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    side = alternate.Side("ours", {}, tmp_path / "log")
+    with pytest.raises(alternate.EngineError, match=r"ours: the engine ended .*\nno such model"):
+        side.answer()
+    side.end()
+
+
+# -- the README's table --------------------------------------------------------------------------------------------
+
+RECORD = {
+    "device": "NVIDIA H200",
+    "versions": {"vllm": "0.33.0"},
+    "rows": [
+        {"model": "v3", "phase": "decode 1 sequence", "ratio": 1.096, "max_logprob_diff": 0.0123},
+        {"model": "v3", "phase": "prefill 8000 tokens", "ratio": 1.05, "max_logprob_diff": 0.0123},
+    ],
+    "engines": {
+        "v3": {
+            "ours": {
+                "sites": [
+                    ["routing", "a", "patched", ""],
+                    ["swiglu", "b", "stock", "0.8x"],
+                    ["x", "c", "not used", ""],
+                ],
+                "counters": [
+                    {"operator": "a", "implementation": "kernel", "calls": 3},
+                    {"operator": "d", "implementation": "engine", "calls": 3},
+                ],
+            }
+        }
+    },
+}
+
+
+def test_the_support_table_says_what_ran():
+    line = support.table([RECORD]).splitlines()[-1]
+    assert line == (
+        "| v3 | vllm 0.33.0, NVIDIA H200 | `a` | `swiglu` | 0.0123 | "
+        "decode 1 sequence: 1.10, prefill 8000 tokens: 1.05 |"
+    )
+
+
+def test_only_what_is_between_the_markers_changes():
+    text = f"before\n{support.BEGIN}\nold\n{support.END}\nafter\n"
+    assert support.rewrite(text, "new") == f"before\n{support.BEGIN}\n\nnew\n\n{support.END}\nafter\n"
+    with pytest.raises(ValueError, match="expected the markers"):
+        support.rewrite("no markers", "new")

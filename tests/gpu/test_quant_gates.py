@@ -1,0 +1,27 @@
+"""The branch-free division of SwiGLU kernels by every bfloat16 gate there is."""
+
+import pytest
+import torch
+
+from tk_serving import dispatch
+from tk_serving.quant import swiglu_forward
+from tk_serving.reference import swiglu_forward as reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < dispatch.MIN_CAPABILITY,
+        reason="needs a CUDA device of compute capability 9.0 or higher",
+    ),
+]
+
+
+@pytest.mark.parametrize("clamp", [None, 10.0])
+@pytest.mark.parametrize("up", [1.0, 3.0])
+def test_every_bfloat16_gate(up, clamp):
+    gates = torch.arange(65536, dtype=torch.int32, device="cuda").to(torch.int16).view(torch.bfloat16).view(64, 1024)
+    x = torch.cat((gates, torch.full_like(gates, up)), dim=1)
+    found = swiglu_forward(x, "fp32", clamp_value=clamp)
+    expected = reference(x, "fp32", clamp_value=clamp)
+    equal = (found.view(torch.int32) == expected.view(torch.int32)) | (found.isnan() & expected.isnan())
+    assert equal.all(), f"{int((~equal).sum())} gates, among them {gates[~equal][:8].tolist()}"

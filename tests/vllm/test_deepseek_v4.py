@@ -1,0 +1,98 @@
+"""DeepSeek-V4 in vLLM's real CPU engine: with the flag as without, and no wrong operator goes unnoticed.
+
+The model is tiny; operators that vLLM's CPU build has for AVX-512 only come from v4_on_cpu.py.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+
+HERE = Path(__file__).parent
+LIMIT = 5e-2  # of log-probabilities; bf16 rounds in other places
+AGREE = 1e-2  # relative difference of the results of a site; SwiGLU rounds once here and three times in vLLM
+SITES = {
+    "mhc_pre_fused": "mhc-pre",
+    "mhc_post_pre_fused": "mhc-post-pre",
+    "mhc_post": "mhc-post",
+    "mhc_head_fused": "mhc-head",
+    "moe_topk_gate": "routing",
+    "swiglu_forward": "swiglu-clamp",
+}
+EXPERTS = {"get_fused_mapping", "expand_to_fused", "swiglu_forward", "reduce_fused"}
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("v4")
+    shutil.copy(HERE / "tiny_v4.json", folder / "config.json")
+    (folder / "generation_config.json").write_text("{}")
+    done = subprocess.run(
+        [sys.executable, str(HERE / "v4_engine.py"), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=1400,
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+        },
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT "))
+
+
+def apart(ours, theirs):
+    pairs = zip(ours["positions"], theirs["positions"], strict=True)
+    return max(abs(a[token] - b[token]) for a, b in pairs for token in a.keys() & b.keys())
+
+
+@pytest.mark.parametrize("form", ["plain", "fused"])
+def test_the_flag_changes_no_token_and_log_probabilities_hardly(result, form):
+    assert result[form]["tokens"] == result["stock"]["tokens"]
+    assert 0 < apart(result[form], result["stock"]) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("form", "operators"),
+    [
+        ("plain", {"mhc_pre_fused", "mhc_post", "mhc_head_fused", "moe_topk_gate"} | EXPERTS),
+        ("fused", {"mhc_pre_fused", "mhc_post_pre_fused", "mhc_post", "mhc_head_fused", "moe_topk_gate"} | EXPERTS),
+    ],
+)
+def test_every_call_ran_our_operator(result, form, operators):
+    counters = result[form]["counters"]
+    assert {row["implementation"] for row in counters} == {"reference"}
+    assert {row["operator"] for row in counters} == operators
+
+
+def test_every_site_agrees_with_vllm(result):
+    seen = {}
+    for site, difference in result["right"]:
+        seen[site] = max(seen.get(site, 0.0), difference)
+    assert seen.keys() == set(SITES.values())
+    assert {site: value for site, value in seen.items() if value > AGREE} == {}
+
+
+def first_deviation(deviations):
+    return next((site for site, difference in deviations if difference > AGREE), None)
+
+
+def test_a_wrong_operator_is_caught_and_its_site_is_named(result):
+    named = {op: first_deviation(run["deviations"]) for op, run in result["wrong"].items() if op in SITES}
+    assert named == SITES
+
+
+def test_wrong_experts_are_caught_in_the_output(result):
+    for operator in ("expand_to_fused", "reduce_fused"):
+        assert apart(result["wrong"][operator]["answers"], result["fused"]) > 1e-3, operator

@@ -1,0 +1,269 @@
+"""FP4 experts in FP8 behind vLLM's Marlin experts: preparation at load, the choice of each step, numbers, reasons.
+
+vLLM's own class on CPU tensors; its Marlin kernels and DeepGEMM, which need a GPU, have stand-ins.
+"""
+
+import contextlib
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tk_serving import dispatch
+from tk_serving.config import settings
+from tk_serving.modeling.fp8_experts.chain import OPERATORS
+from tk_serving.quant import marlin
+from tk_serving.quant.formats import decode_e2m1
+from tk_serving.quant.scales import of_exponents
+
+pytest.importorskip("vllm")
+
+from tk_serving_patches import Ledger
+from tk_serving_vllm.sites import fp4_experts
+
+EXPERTS, HIDDEN, INTERMEDIATE, TOPK, LIMIT = 4, 128, 256, 2, 2.0
+
+
+def layer(seed=0, exponent=None):
+    """A layer as vLLM leaves it after repacking for Marlin, and its weights as float32."""
+    generator = torch.Generator().manual_seed(seed)
+    found, values = SimpleNamespace(), {}
+    for name, n, k in (("w13", 2 * INTERMEDIATE, HIDDEN), ("w2", HIDDEN, INTERMEDIATE)):
+        codes = torch.randint(-128, 128, (EXPERTS, n, k // 2), generator=generator, dtype=torch.int8)
+        exponents = torch.randint(118, 121, (EXPERTS, n, k // 32), generator=generator, dtype=torch.uint8)
+        if exponent is not None:
+            exponents[0, 0, 0] = exponent
+        setattr(found, f"{name}_weight", torch.nn.Parameter(marlin.pack_codes(codes), requires_grad=False))
+        sf = marlin.pack_exponents(exponents).view(torch.float8_e8m0fnu)
+        setattr(found, f"{name}_weight_scale", torch.nn.Parameter(sf, requires_grad=False))
+        scale = of_exponents(exponents.int()).repeat_interleave(32, dim=-1)
+        values[name] = torch.stack([decode_e2m1(c) for c in codes]) * scale
+    return found, values
+
+
+class Method:
+    """In place of Mxfp4MoEMethod: what the patched method reads and makes."""
+
+    def __init__(self, experts):
+        self.experts = experts
+        self.moe_kernel = None
+
+    def build(self, layer):
+        self.moe_kernel = SimpleNamespace(fused_experts=self.experts)
+
+
+def marlin_experts(**differences):
+    """An instance of vLLM's class, made without its GPU checks."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+
+    made = MarlinExperts.__new__(MarlinExperts)
+    made.input_dtype = None
+    made.moe_config = SimpleNamespace(
+        activation=MoEActivation.SILU,
+        has_bias=False,
+        is_lora_enabled=False,
+        moe_parallel_config=SimpleNamespace(enable_eplb=False),
+    )
+    made.quant_config = SimpleNamespace(use_mxfp4_w4a16=True)
+    made.activation_config = SimpleNamespace(clamp_limit=LIMIT, alpha=1.0, beta=0.0)
+    made._uses_post_gemm2_hook = lambda tokens: False
+    for name, value in differences.items():
+        owner, _, attribute = name.rpartition("__")
+        setattr(getattr(made, owner) if owner else made, attribute, value)
+    return made
+
+
+def grouped_product(x, weight, out, pos_to_expert):
+    (data, sf), (values, scales) = x, weight
+    rows = data.float() * sf.repeat_interleave(128, dim=1)
+    for expert in range(len(values)):
+        at = pos_to_expert == expert
+        scale = scales[expert].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        out[at] = (rows[at] @ (values[expert].float() * scale).T).to(out.dtype)
+
+
+@pytest.fixture
+def deep_gemm(monkeypatch):
+    """A stand-in for DeepGEMM; the alignments that were in force."""
+    from vllm.utils import deep_gemm
+
+    used = []
+
+    @contextlib.contextmanager
+    def scope(value):
+        used.append(value)
+        yield
+
+    monkeypatch.setattr(deep_gemm, "m_grouped_fp8_gemm_nt_contiguous", grouped_product)
+    monkeypatch.setattr(deep_gemm, "mk_alignment_scope", scope)
+    return used
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    dispatch.reset_counters()
+    fp4_experts._refusal.cache_clear()
+    monkeypatch.setattr(settings, "experts", "upcast")
+    monkeypatch.setattr(settings, "experts_min_tokens", 3)
+    yield
+    dispatch.reset_counters()
+
+
+def loaded(found=None, **differences):
+    """Experts whose layer has been loaded through the patched method."""
+    experts = marlin_experts(**differences)
+    build = fp4_experts._build_moe_kernel(Method.build)
+    build(Method(experts), found or layer()[0])
+    return experts
+
+
+def call(experts, x, ids, weights, expert_map=None, total=EXPERTS, on_input=False):
+    """The patched ``apply``; stock fills the output with 7."""
+    out = torch.zeros_like(x)
+    apply = fp4_experts._apply(lambda self, output, *rest: output.fill_(7.0))
+    apply(experts, out, x, None, None, weights, ids, None, total, expert_map, None, None, None, None, None, on_input)
+    return out
+
+
+def inputs(tokens=9, seed=1, total=EXPERTS):
+    generator = torch.Generator().manual_seed(seed)
+    weights, ids = torch.rand(tokens, total, generator=generator).topk(TOPK, dim=1)
+    return torch.randn(tokens, HIDDEN, generator=generator).bfloat16(), ids.int(), weights
+
+
+def expected(values, x, ids, weights):
+    out = torch.zeros(len(x), HIDDEN)
+    for token, choice in (ids >= 0).nonzero().tolist():
+        expert = int(ids[token, choice])
+        gate, up = (values["w13"][expert] @ x[token].float()).chunk(2)
+        y = torch.nn.functional.silu(gate.clamp(max=LIMIT)) * up.clamp(-LIMIT, LIMIT)
+        out[token] += weights[token, choice] * (values["w2"][expert] @ y)
+    return out
+
+
+def close(a, b):
+    return float((a.float() - b).norm() / b.norm()) < 0.06  # what casting activations to FP8 twice costs
+
+
+def reasons():
+    rows = [row for row in dispatch.counters() if row["implementation"] == "engine"]
+    assert {row["operator"] for row in rows} in (set(), set(OPERATORS))
+    return {row["reason"] for row in rows}
+
+
+def test_many_tokens_run_in_fp8_and_few_stay(deep_gemm):
+    found, values = layer()
+    experts = loaded(found)
+    x, ids, weights = inputs()
+    assert close(call(experts, x, ids, weights), expected(values, x, ids, weights))
+    assert reasons() == set()
+    assert deep_gemm == [64] * 3  # the first step runs smaller ones as well, of 3 and 6 tokens, to build their kernels
+    assert close(call(experts, x, ids, weights), expected(values, x, ids, weights))
+    assert deep_gemm == [64] * 4
+    assert call(experts, x[:2], ids[:2], weights[:2]).eq(7).all()
+    assert reasons() == {"fewer than 3 tokens"}
+
+
+def test_experts_of_other_ranks(deep_gemm):
+    """Global expert 2 e + 1 is the local expert e of this rank; the others are elsewhere."""
+    found, values = layer()
+    x, ids, weights = inputs(total=2 * EXPERTS)
+    expert_map = torch.tensor([-1, 0, -1, 1, -1, 2, -1, 3], dtype=torch.int32)
+    got = call(loaded(found), x, ids, weights, expert_map, total=2 * EXPERTS)
+    assert close(got, expected(values, x, expert_map[ids.long()], weights))
+
+
+def test_layers_of_a_model_share_a_workspace(deep_gemm):
+    (first, values), (second, other) = layer(0), layer(1)
+    experts = [loaded(first), loaded(second)]
+    states = [getattr(e, fp4_experts._STATE) for e in experts]
+    assert states[0].layers is states[1].layers
+    x, ids, weights = inputs()
+    for _ in range(2):
+        assert close(call(experts[0], x, ids, weights), expected(values, x, ids, weights))
+        assert close(call(experts[1], x, ids, weights), expected(other, x, ids, weights))
+    assert states[0].layers.extra_bytes == 3 * EXPERTS * HIDDEN * INTERMEDIATE
+
+
+def test_resident_weights(deep_gemm, monkeypatch):
+    monkeypatch.setattr(settings, "experts", "resident")
+    (first, values), (second, _) = layer(0), layer(1)
+    experts = [loaded(first), loaded(second)]
+    x, ids, weights = inputs()
+    assert close(call(experts[0], x, ids, weights), expected(values, x, ids, weights))
+    assert getattr(experts[0], fp4_experts._STATE).layers.extra_bytes == 6 * EXPERTS * HIDDEN * INTERMEDIATE
+
+
+@pytest.mark.parametrize(
+    ("differences", "reason"),
+    [
+        ({"moe_config__has_bias": True}, "experts with a bias"),
+        ({"moe_config__is_lora_enabled": True}, "LoRA"),
+        ({"input_dtype": torch.float8_e4m3fn}, "not FP4 weights with 16-bit activations"),
+        ({"quant_config__use_mxfp4_w4a16": False}, "not FP4 weights with 16-bit activations"),
+        ({"activation_config__alpha": 1.702}, "activation silu with alpha 1.702 and beta 0.0"),
+        (
+            {"moe_config__moe_parallel_config": SimpleNamespace(enable_eplb=True)},
+            "vLLM moves experts between ranks (EPLB)",
+        ),
+    ],
+)
+def test_layers_that_stay_with_marlin_say_why(differences, reason):
+    experts = loaded(**differences)
+    assert call(experts, *inputs()).eq(7).all()
+    assert reasons() == {reason}
+    assert isinstance(getattr(experts, fp4_experts._STATE), str)  # no workspace
+
+
+def test_scales_that_span_too_much_stay_with_marlin(deep_gemm):
+    assert call(loaded(layer(exponent=100)[0]), *inputs()).eq(7).all()
+    assert reasons() == {"block scales span more than FP8 holds exactly"}
+
+
+def test_stock_takes_no_memory(monkeypatch):
+    monkeypatch.setattr(settings, "experts", "stock")
+    experts = loaded()
+    assert call(experts, *inputs()).eq(7).all()
+    assert reasons() == {"TK_SERVING_EXPERTS=stock"}
+    assert isinstance(getattr(experts, fp4_experts._STATE), str)  # no workspace
+
+
+def test_calls_that_stay_with_marlin_say_why(deep_gemm):
+    x, ids, weights = inputs()
+    experts = loaded()
+    assert call(experts, x, ids, weights, on_input=True).eq(7).all()
+    experts._uses_post_gemm2_hook = lambda tokens: True
+    assert call(experts, x, ids, weights).eq(7).all()
+    assert call(marlin_experts(), x, ids, weights).eq(7).all()
+    assert reasons() == {
+        "weights on the input",
+        "a hook behind the second product",
+        "loaded before the site was applied",
+    }
+
+
+def test_a_switched_off_operator_leaves_the_call_to_marlin(deep_gemm, monkeypatch):
+    experts = loaded()
+    monkeypatch.setattr(settings, "disable", frozenset({"reduce_fused"}))
+    assert call(experts, *inputs()).eq(7).all()
+    assert len(reasons()) == 1
+
+
+def test_site_patches_and_reverts_both_functions():
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+    from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
+
+    before = MarlinExperts.apply, Mxfp4MoEMethod._build_moe_kernel
+    ledger = Ledger()
+    # The sources are those of the CUDA release; the CPU build's differ.
+    site = dataclasses.replace(fp4_experts.SITES[0], unsuitable=lambda: None, sources={})
+    assert {row.status for row in ledger.apply(site)} == {"patched"}
+    assert (MarlinExperts.apply, Mxfp4MoEMethod._build_moe_kernel) != before
+    ledger.revert()
+    assert (MarlinExperts.apply, Mxfp4MoEMethod._build_moe_kernel) == before
+
+
+def test_site_is_for_hopper_only():
+    assert fp4_experts.SITES[0].unsuitable() == "for cuda; this platform is cpu"

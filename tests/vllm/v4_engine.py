@@ -1,0 +1,164 @@
+"""Run by test_deepseek_v4: vLLM's CPU engine serves a tiny DeepSeek-V4, stock, ours, and ours with wrong operators.
+
+Arguments: folder of the configuration. Prints one line ``RESULT {json}``.
+"""
+
+import contextlib
+import dataclasses
+import json
+import sys
+
+import torch
+import v4_on_cpu
+from torch import Tensor
+
+from tk_serving import dispatch
+from tk_serving.bench.e2e.weights import register_vllm_loader
+
+PROMPTS = [[7 * i % 509 + 2 for i in range(n)] for n in (11, 3, 30)]
+ON, OFF = {"kernel_backend": "tilekernels"}, {}
+
+
+def build(folder, additional_config):
+    from vllm import LLM
+
+    return LLM(
+        model=folder,
+        load_format=register_vllm_loader(),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=128,
+        dtype="bfloat16",
+        max_num_seqs=4,
+        max_num_batched_tokens=128,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=64 << 20,
+        additional_config=additional_config,
+    )
+
+
+def answers(llm):
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=6, logprobs=20, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], sampling, use_tqdm=False)
+    firsts = [o.outputs[0] for o in outputs]
+    return {
+        "tokens": [list(o.token_ids) for o in firsts],
+        "positions": [{str(t): p.logprob for t, p in at.items()} for o in firsts for at in o.logprobs],
+    }
+
+
+# -- every call of every site against vLLM's own code ----------------------------------------------------------------
+
+deviations: list[tuple[str, float]] = []
+"""Site and largest relative difference of a call, in the order of the calls."""
+
+
+def tensors(value):
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [t for v in value for t in tensors(v)]
+    return []
+
+
+def distance(ours, theirs):
+    if not ours.numel():
+        return 0.0
+    if not ours.is_floating_point():
+        return float((ours.sort(-1).values != theirs.sort(-1).values).any())
+    return ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-30)).item()
+
+
+def compared(site, make):
+    """A patch whose replacement also runs the original and notes how far apart the results are."""
+
+    def make_both(original):
+        replacement = make(original)
+
+        def both(*args, **kwargs):
+            theirs = original(*args, **kwargs)
+            ours = replacement(*args, **kwargs)
+            pairs = zip(tensors(ours), tensors(theirs), strict=True)
+            if site == "routing":  # weights and ids of the same experts, in whatever order
+                pairs = [(t[0].gather(-1, t[1].long().argsort(-1)) for t in (ours, theirs)), (ours[1], theirs[1])]
+            deviations.append((site, max(distance(a, b) for a, b in pairs)))
+            return ours
+
+        return both
+
+    return make_both
+
+
+@contextlib.contextmanager
+def comparing():
+    """Let the sites that are applied meanwhile compare; the CPU's experts bind weights, and are left as they are."""
+    from tk_serving_vllm import sites
+
+    before = sites.SITES
+    sites.SITES = tuple(
+        site
+        if site.name == "routed-experts"
+        else dataclasses.replace(
+            site, patches=tuple(dataclasses.replace(p, make=compared(site.name, p.make)) for p in site.patches)
+        )
+        for site in before
+        if site.unsuitable() is None
+    )
+    try:
+        yield
+    finally:
+        sites.SITES = before
+
+
+@contextlib.contextmanager
+def wrong(operator):
+    """One operator computes results that are off by five percent."""
+    original = dispatch._run_reference
+
+    def run_reference(op, plan, args, device):
+        outputs = original(op, plan, args, device)
+        if op.name != operator:
+            return outputs
+        return [o * 1.05 if isinstance(o, Tensor) and o.is_floating_point() else o for o in outputs]
+
+    dispatch._run_reference = run_reference
+    try:
+        yield
+    finally:
+        dispatch._run_reference = original
+
+
+def main():
+    import vllm.models.deepseek_v4.cpu.model as model
+
+    folder = sys.argv[1]
+    v4_on_cpu.install()
+    result = {"stock": answers(build(folder, OFF))}
+    for fused in (False, True):
+        model.HAS_TILELANG_MHC = fused  # the CPU's model has the fused form of CUDA's, which this flag chooses
+        dispatch.reset_counters()
+        on = answers(build(folder, ON))
+        from tk_serving_vllm import activate
+
+        on["counters"] = dispatch.counters()
+        on["rows"] = [dataclasses.astuple(row) for row in activate.ledger.rows()]
+        result["fused" if fused else "plain"] = on
+    with comparing():
+        llm = build(folder, ON)
+    deviations.clear()
+    answers(llm)
+    result["right"] = list(deviations)
+    operators = {row["operator"] for form in ("fused", "plain") for row in result[form]["counters"]}
+    for operator in sorted(operators):
+        deviations.clear()
+        with wrong(operator):
+            changed = answers(llm)
+        result.setdefault("wrong", {})[operator] = {"deviations": list(deviations), "answers": changed}
+    print("RESULT " + json.dumps(result))
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()

@@ -1,0 +1,109 @@
+"""Configurations of real models with few layers: the published shapes of a layer, as the checkpoints spell them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+_COMMON = {
+    "vocab_size": 129280,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "norm_topk_prob": True,
+    "topk_method": "noaux_tc",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+    "num_nextn_predict_layers": 0,
+}
+
+
+def _yarn(factor: float, original: int, **more: float) -> dict[str, Any]:
+    return {
+        "type": "yarn",
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        **more,
+    }
+
+
+def _v3(layers: int) -> dict[str, Any]:
+    """DeepSeek-V3: the first layer is dense."""
+    return {
+        **_COMMON,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": layers,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "scoring_func": "sigmoid",
+        "routed_scaling_factor": 2.5,
+        "max_position_embeddings": 163840,
+        "rope_scaling": _yarn(40, 4096, mscale=1.0, mscale_all_dim=1.0),
+        "quantization_config": _FP8,
+    }
+
+
+def _v4_flash(layers: int) -> dict[str, Any]:
+    """DeepSeek-V4-Flash with sliding-window attention in all layers; the first is routed by a table of token ids."""
+    return {
+        **_COMMON,
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "hidden_size": 4096,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "q_lora_rank": 1024,
+        "o_lora_rank": 1024,
+        "o_groups": 8,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "num_experts_per_tok": 6,
+        "scoring_func": "sqrtsoftplus",
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 10.0,
+        "num_hash_layers": 1,
+        "mlp_layer_types": ["hash_moe", *["moe"] * (layers - 1)],
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "compress_ratios": [0] * layers,
+        "compress_rope_theta": 160000.0,
+        "sliding_window": 128,
+        "index_topk": 512,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "max_position_embeddings": 1048576,
+        "rope_scaling": _yarn(16, 65536),
+        "expert_dtype": "fp4",
+        "quantization_config": {**_FP8, "scale_fmt": "ue8m0"},
+    }
+
+
+MODELS: dict[str, Callable[[int], dict[str, Any]]] = {"v3": _v3, "v4-flash": _v4_flash}
+"""By name: the configuration of a model with so many layers."""

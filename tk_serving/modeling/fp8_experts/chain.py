@@ -1,0 +1,142 @@
+"""The routed experts of one layer around two grouped FP8 matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tk_serving.modeling.fp8_experts.weights import Fp8Weights
+from tk_serving.moe.expand_to_fused_and_cast import expand_to_fused_and_cast
+from tk_serving.moe.get_fused_mapping import capacity, get_fused_mapping
+from tk_serving.moe.reduce_fused import reduce_fused
+from tk_serving.operator import Quantized
+from tk_serving.quant import marlin
+from tk_serving.quant.per_block_cast_lossless_from_marlin import BLOCK, per_block_cast_lossless_from_marlin
+from tk_serving.quant.swiglu_forward_and_per_token_cast import swiglu_forward_and_per_token_cast
+
+OPERATORS = (
+    "per_block_cast_lossless_from_marlin",
+    "get_fused_mapping",
+    "expand_to_fused_and_cast",
+    "swiglu_forward_and_per_token_cast",
+    "reduce_fused",
+)
+"""The operators that take part."""
+
+
+class Product(Protocol):
+    """A grouped matrix product: ``out[rows of e] = x[rows of e] @ weight[e].T``."""
+
+    def __call__(self, x: Quantized, weight: Quantized, out: Tensor, pos_to_expert: Tensor) -> None:
+        """Compute the rows of experts; rows with a negative expert may be left as they are.
+
+        Args:
+            x: float8_e4m3fn [N, K] and float32 scales [N, K / 128], column-major with columns on 16 bytes.
+            weight: float8_e4m3fn [E, M, K] and float32 scales [E, M / 128, K / 128].
+            out: bfloat16 [N, M].
+            pos_to_expert: int32 [N]; every aligned run of rows has one expert, then padding of -1.
+        """
+
+
+def routed_experts(
+    x: Tensor,
+    weights: Fp8Weights,
+    topk_ids: Tensor,
+    topk_weights: Tensor | None,
+    product: Product,
+    *,
+    alignment: int = 128,
+    swiglu_limit: float | None = None,
+    round_sf: bool = True,
+    sf_clamp_min: float | None = None,
+    out: Tensor | None = None,
+    after_products: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Sum over the choices of each token of weight * down(silu(gate(x)) * up(x)), with activations in FP8.
+
+    Nothing is copied to the host, and shapes depend on shapes alone: the call may be captured in a CUDA graph.
+
+    Args:
+        x: bfloat16 [T, H].
+        weights: of the E experts of this rank, with hidden size H and intermediate size I.
+        topk_ids: integer [T, K], ids among the E experts; others have no part in the sum.
+        topk_weights: float32 [T, K], or None for weights of 1.
+        product: the grouped matrix product.
+        alignment: the rows of an expert start at multiples of this.
+        swiglu_limit: upper limit of the gate, and of the magnitude of up.
+        round_sf: scales of activations are powers of two, as DeepSeek-V4 was trained.
+        sf_clamp_min: smallest maximum of a group of 128 activations; by default 1e-4.
+        out: preallocated result.
+        after_products: called once the last kernel that reads the weights is launched.
+
+    Returns:
+        bfloat16 [T, H].
+
+    Raises:
+        TypeError: wrong dtype.
+        ValueError: wrong shape or layout.
+    """
+    experts, width, hidden = weights.w13.shape
+    tokens, topk = topk_ids.shape
+    if not tokens:
+        after_products()
+        return torch.empty_like(x) if out is None else out
+    rows = capacity(tokens * topk, experts, alignment)
+    mapping = get_fused_mapping(topk_ids.long(), experts, rows, alignment, True)
+    pos_to_expert, token_topk_to_pos = mapping[0], mapping[3]
+    a = expand_to_fused_and_cast(x, "e4m3", BLOCK, token_topk_to_pos, pos_to_expert, True, round_sf)
+    # One buffer for both products: the first result is dead once it is cast.
+    buffer = torch.empty(rows * max(width, hidden), dtype=x.dtype, device=x.device)
+    inner = buffer[: rows * width].view(rows, width)
+    product(a, (weights.w13, weights.w13_sf), inner, pos_to_expert)
+    b = swiglu_forward_and_per_token_cast(
+        inner,
+        "e4m3",
+        BLOCK,
+        pos_to_expert=pos_to_expert,
+        use_tma_aligned_col_major_sf=True,
+        round_sf=round_sf,
+        swiglu_clamp_value=swiglu_limit,
+        sf_clamp_min=sf_clamp_min,
+    )
+    outer = buffer[: rows * hidden].view(rows, hidden)
+    product(b, (weights.w2, weights.w2_sf), outer, pos_to_expert)
+    after_products()
+    return reduce_fused(outer, topk_weights, token_topk_to_pos, out=out)
+
+
+def calls(
+    tokens: int,
+    topk: int,
+    experts: int,
+    width: int,
+    hidden: int,
+    dtype: torch.dtype,
+    alignment: int = 128,
+    swiglu_limit: float | None = None,
+    sf_clamp_min: float | None = None,
+) -> Iterator[tuple[Callable[..., Any], tuple, dict[str, Any]]]:
+    """(operator, arguments, keyword arguments) of the calls of :func:`routed_experts`, on meta tensors.
+
+    To ask whether the operators run them, before the first does. Shapes as there; ``width`` is 2 I.
+    """
+
+    def meta(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    i32 = torch.int32
+    rows = capacity(tokens * topk, experts, alignment)
+    token_topk_to_pos, pos_to_expert = meta(i32, tokens, topk), meta(i32, rows)
+    for n, k in ((width, hidden), (hidden, width // 2)):
+        codes = meta(i32, experts, k // marlin.TILE_K, 2 * n), meta(torch.uint8, experts, k // marlin.GROUP, n)
+        yield per_block_cast_lossless_from_marlin, (codes, meta(torch.float32, experts, n // BLOCK, k // BLOCK)), {}
+    yield get_fused_mapping, (meta(torch.int64, tokens, topk), experts, rows, alignment, True), {}
+    mapping = (token_topk_to_pos, pos_to_expert)
+    yield expand_to_fused_and_cast, (meta(dtype, tokens, hidden), "e4m3", BLOCK, *mapping, True, True), {}
+    flags = {"use_tma_aligned_col_major_sf": True, "round_sf": True, "pos_to_expert": pos_to_expert}
+    flags |= {"swiglu_clamp_value": swiglu_limit, "sf_clamp_min": sf_clamp_min}
+    yield swiglu_forward_and_per_token_cast, (meta(dtype, rows, width), "e4m3", BLOCK), flags
+    yield reduce_fused, (meta(dtype, rows, hidden), meta(torch.float32, tokens, topk), token_topk_to_pos), {}

