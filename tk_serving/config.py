@@ -38,7 +38,7 @@ class Settings(BaseSettings):
     )
     experts: Literal["upcast", "resident", "stock"] = Field(
         default="upcast",
-        description="FP4 experts in FP8 on Hopper: `upcast` one layer at a time, `resident` FP8 weights beside FP4, `stock`",
+        description="FP4 experts in FP8 on Hopper: `upcast` by layer, `resident` FP8 weights beside FP4, or `stock`",
     )
     experts_min_tokens: int = Field(
         default=0, ge=0, description="tokens of a step from which on FP4 experts run in FP8; 0: as measured"

@@ -36,6 +36,7 @@ def build(x, npc, gathered, swiglu, clamp, npt, round_sf, packed, transposed, al
     floor = FORMATS["e4m3"].floor
     groups = SIZE // npt
     warps = WARPS // groups  # of a group
+    blocks = 2 if swiglu else 4  # on an SM; SwiGLU spills at four
     n, hidden, tokens, width = (T.dynamic(name) for name in ("rows", "hidden", "tokens", "width"))
     x_stride, x_sf_0, x_sf_1 = (T.dynamic(name, "int64") for name in ("x_stride", "x_sf_0", "x_sf_1"))
     x_blocks, stored = T.dynamic("x_blocks"), T.dynamic("stored")
@@ -90,7 +91,7 @@ def build(x, npc, gathered, swiglu, clamp, npt, round_sf, packed, transposed, al
         limit: T.float32,
     ):
         with T.Kernel(T.ceildiv(n, SIZE) * T.ceildiv(hidden, SIZE), threads=THREADS) as block:
-            T.annotate_min_blocks_per_sm(4)
+            T.annotate_min_blocks_per_sm(blocks)
             T.assume(hidden % OCTET == 0)
             thread = T.get_thread_binding()
             octets = hidden // OCTET

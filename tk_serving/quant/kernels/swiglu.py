@@ -333,8 +333,9 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
                 find_live(experts, sf, stride, first, n, lane, bx, alive)
                 for i in T.unroll(each, unroll_factor=1):
                     if (alive[0] >> T.cast(i, "uint32")) & T.uint32(1) != T.uint32(0):
-                        row = first + i
-                        convert(given, values, data, sf, stride, row, n, octet, octets, lane, limit, floor, counts)
+                        row = T.alloc_local((1,), "int64")  # a variable: an expression is slow to compile in place
+                        row[0] = first + i
+                        convert(given, values, data, sf, stride, row[0], n, octet, octets, lane, limit, floor, counts)
             if counters:
                 report(counts, totals, thread)
 
