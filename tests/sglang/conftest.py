@@ -1,12 +1,13 @@
 """SGLang on a machine without a GPU, before anything imports it; other environments have no SGLang and no change."""
 
-import importlib.util
+import importlib.metadata
 import os
 
 import pytest
 import torch
 
-HAVE_SGLANG = importlib.util.find_spec("sglang") is not None
+# By its distribution: as a module, this folder itself would be found where SGLang is not installed.
+HAVE_SGLANG = any(found.name == "sglang" for found in importlib.metadata.distributions())
 if HAVE_SGLANG and not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling SGLang's own top-k takes half a minute
@@ -15,7 +16,7 @@ if HAVE_SGLANG and not torch.cuda.is_available():
 @pytest.fixture(scope="session")
 def sglang_plugins():
     """SGLang with its plugins loaded, as in every process that it starts."""
-    pytest.importorskip("sglang")
+    pytest.importorskip("sglang.srt")
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

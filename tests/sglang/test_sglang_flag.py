@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("sglang")
+pytest.importorskip("sglang.srt")
 
 from tk_serving.config import settings
 from tk_serving.demo import checkpoint

@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-pytest.importorskip("sglang")
+pytest.importorskip("sglang.srt")
 
 import torch
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from tk_serving import dispatch
 from tk_serving.operator import find
 
-pytest.importorskip("sglang")
+pytest.importorskip("sglang.srt")
 
 from tk_serving_patches import Ledger
 from tk_serving_sglang.sites import SITES
