@@ -61,19 +61,21 @@ def test_the_matrix_is_rounded_to_tf32():
 
 
 @pytest.mark.parametrize(
-    ("hidden", "n_splits", "expected"),
+    ("hidden", "mixes", "n_splits", "expected"),
     [
-        (4096, 16, 32),  # at most 128 columns of a block
-        (5120, 16, 40),
-        (7168, 16, 56),
-        (1280, 16, 14),
-        (4096, 1, 32),
-        (64, 16, 2),
-        (4096, 4096, 128),
+        (4096, 24, 16, 16),
+        (5120, 24, 16, 16),
+        (7168, 24, 16, 16),
+        (1280, 24, 16, 14),
+        (4096, 24, 1, 8),  # at most 16 warps of a block, as a slice of the matrix lies in shared memory
+        (4096, 32, 1, 11),
+        (4096, 4, 4, 8),
+        (64, 24, 16, 2),
+        (4096, 24, 4096, 128),
     ],
 )
-def test_number_of_parts(hidden, n_splits, expected):
-    assert num_splits(hidden, n_splits) == expected
+def test_number_of_parts(hidden, mixes, n_splits, expected):
+    assert num_splits(hidden, mixes, n_splits) == expected
 
 
 def test_every_column_is_in_one_part():

@@ -109,7 +109,7 @@ class Step:
             **dict(zip(("x", "post_layer_mix", "comb_res_mix"), update, strict=False)),
         )
         total = count(tokens)
-        splits = _partials.num_splits(size, self.n_splits)
+        splits = _partials.num_splits(size, MIXES, self.n_splits)
         row = Out((*tokens, size), BF16)
         outputs = (
             *((Out(tuple(self.residual.shape), BF16),) if self.update else ()),

@@ -14,7 +14,8 @@ from tk_serving.operator import Launch, Out
 
 MAX_MIXES = 32
 _UNIT = 32  # columns of the hidden dimension that one warp works on
-_MAX_WARPS = 4  # of a block: two blocks then share the registers of a multiprocessor
+_MAX_WARPS = 16
+_SHARED_MEMORY = 226 * 1024
 
 
 def check(
@@ -52,10 +53,12 @@ def check_fn(
     expect.at_least("n_splits", n_splits, 1)
 
 
-def num_splits(size: int, n_splits: int) -> int:
-    """Splits of the hidden dimension: at most ``n_splits``, unless a slice would be wider than a block takes."""
+def num_splits(size: int, mixes: int, n_splits: int) -> int:
+    """Splits of the hidden dimension: at most ``n_splits``, unless a slice would not fit one multiprocessor."""
     units = size // _UNIT
-    return -(-units // min(-(-units // n_splits), _MAX_WARPS))
+    of_warp = -(-mixes // 8) * 4096 + 64 * (mixes + 1)
+    warps = min(-(-units // n_splits), _MAX_WARPS, _SHARED_MEMORY // of_warp)
+    return -(-units // warps)
 
 
 def outputs(splits: int, tokens: int, mixes: int) -> tuple[Out, Out]:

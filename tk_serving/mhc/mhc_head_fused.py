@@ -38,7 +38,7 @@ def _plan(
     if norm_weight is not None:
         _expect.tensor("norm_weight", norm_weight, (BF16, F32), (size,))
     _expect.same_device(residual=residual, mhc_scale=mhc_scale, mhc_base=mhc_base, norm_weight=norm_weight)
-    splits = _partials.num_splits(size, n_splits)
+    splits = _partials.num_splits(size, MULT, n_splits)
     product = _partials.launch(
         size,
         MULT,
@@ -110,7 +110,7 @@ def mhc_head_fused(
         mhc_scale, mhc_base: float32 [1] and [4].
         rms_eps: added to the mean square of the residual.
         mhc_pre_eps: added to the gates.
-        n_splits: parts in which the hidden dimension is summed, at most, but at least H / 128. Changes last bits.
+        n_splits: upper bound of the parts in which the hidden dimension is summed. Changes last bits.
         fn_norm_weight: float32 [4 H], folded into fn.
         norm_weight: bfloat16 or float32 [H]: the RMS norm that follows, or None.
         norm_eps: of this norm.

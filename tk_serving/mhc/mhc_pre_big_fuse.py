@@ -34,7 +34,7 @@ def _plan(
     tokens, size = _partials.check(_expect, residual, fn, norm_weight, n_splits, mixes=MIXES)
     _pre.check_gates(_expect, mhc_scale, mhc_base, sinkhorn_repeat)
     _expect.same_device(residual=residual, mhc_scale=mhc_scale, mhc_base=mhc_base)
-    splits = _partials.num_splits(size, n_splits)
+    splits = _partials.num_splits(size, MIXES, n_splits)
     outputs = (
         *_pre.mix_outputs(tokens),
         Out((*tokens, size), BF16),
@@ -125,7 +125,7 @@ def mhc_pre_big_fuse(
         mhc_pre_eps: added to the pre gates.
         mhc_sinkhorn_eps, sinkhorn_repeat: eps and iterations of Sinkhorn (20 in DeepSeek-V4).
         mhc_post_mult_value: factor of the post gates (2.0 in DeepSeek-V4).
-        n_splits: parts in which the hidden dimension is summed, at most, but at least H / 128. Changes last bits.
+        n_splits: upper bound of the parts in which the hidden dimension is summed. Changes last bits.
         norm_weight: float32 [4 H], folded into fn.
         with_pre_mix: also return the pre mixes, which the next sublayer uses where the pre mix is delayed.
 

@@ -25,7 +25,7 @@ def _plan(
 ) -> Plan:
     tokens, size = _partials.check(_expect, residual, mhc_fn, mhc_norm_weight, n_splits, names=_NAMES)
     mixes = mhc_fn.shape[0]
-    splits = _partials.num_splits(size, n_splits)
+    splits = _partials.num_splits(size, mixes, n_splits)
     scale = Launch(
         "mhc.reduce_partials",
         {"splits": splits, "norm_groups": 1, "mixes": mixes, "save": False},
@@ -91,7 +91,7 @@ def mhc_pre_norm_fn(
         mhc_norm_weight: float32 [4 H], or None.
         mhc_norm_eps: added to the mean square.
         fuse_grad_acc: accepted and without effect: gradients are always returned.
-        n_splits: parts in which the hidden dimension is summed, at most, but at least H / 128. Changes last bits.
+        n_splits: upper bound of the parts in which the hidden dimension is summed. Changes last bits.
 
     Returns:
         float32 [..., m].

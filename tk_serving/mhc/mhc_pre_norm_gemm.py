@@ -19,7 +19,7 @@ _NAMES = ("mhc_fn", "mhc_norm_weight")
 def _plan(residual: Tensor, mhc_fn: Tensor, mhc_norm_weight: Tensor | None, n_splits: int) -> Plan:
     tokens, size = _partials.check(_expect, residual, mhc_fn, mhc_norm_weight, n_splits, names=_NAMES)
     mixes = mhc_fn.shape[0]
-    splits = _partials.num_splits(size, n_splits)
+    splits = _partials.num_splits(size, mixes, n_splits)
     launch = _partials.launch(
         size,
         mixes,
@@ -64,13 +64,13 @@ def mhc_pre_norm_gemm(
         residual: bfloat16 [..., 4, H], contiguous, H a multiple of 64.
         mhc_fn: float32 [m, 4 H], contiguous, m at most 32.
         mhc_norm_weight: float32 [4 H], or None.
-        n_splits: parts s in which the hidden dimension is summed, at most, but at least H / 128. Changes last bits.
+        n_splits: upper bound of the number of parts s, as far as a part fits the shared memory. Changes last bits.
 
     Returns:
         float32 [s, T, m] and [s, T]. A row has the same bits in any batch.
     """
     size = residual.shape[-1]
-    splits = _partials.num_splits(size, n_splits)
+    splits = _partials.num_splits(size, mhc_fn.shape[0], n_splits)
     columns = -(-(size // 32) // splits) * 32
     fn = tf32(mhc_fn if mhc_norm_weight is None else mhc_fn * mhc_norm_weight)
     x, fn = wide(residual).reshape(-1, MULT, size), fn.reshape(-1, MULT, size)

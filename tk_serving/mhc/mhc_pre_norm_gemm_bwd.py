@@ -16,8 +16,7 @@ from tk_serving.workloads import Maker, serving
 
 _expect = Expect("mhc_pre_norm_gemm_bwd")
 _TOKENS_PER_PART = 256
-_COLUMNS = 256  # of a block
-_BLOCKS = 384  # what a device works on at a time
+_MAX_PARTS = 16
 
 
 def _plan(
@@ -30,8 +29,8 @@ def _plan(
     _expect.tensor("out_mul_grad", out_mul_grad, F32, (tokens, mixes))
     _expect.tensor("sqrsum_grad", sqrsum_grad, F32, (tokens,))
     _expect.same_device(residual=residual, out_mul_grad=out_mul_grad, sqrsum_grad=sqrsum_grad)
-    # The number of partial sums follows from the shape alone, so that gradients do not depend on the device.
-    parts = min(-(-tokens // _TOKENS_PER_PART), max(1, _BLOCKS * _COLUMNS // columns))
+    # The number of partial sums follows from the tokens alone, so that gradients do not depend on the device.
+    parts = min(-(-tokens // _TOKENS_PER_PART), _MAX_PARTS)
 
     def arguments(
         outs: Sequence[Tensor], residual: Tensor, fn: Tensor, norm_weight: Tensor | None, *grads: Tensor

@@ -61,7 +61,6 @@ def build(
     groups = -(-hidden // npc) if fmt else 1
     lanes = npc // VALUES if fmt else 1
     normed, quantised = norm != "", fmt != ""
-    together = next(n for n in range(min(splits, 32), 0, -1) if splits % n == 0)  # as many as registers hold
     if quantised:
         mode = mode_of(layout, round_sf)
         rule, floor, write = scale_rule(fmt, mode), default_floor(fmt, mode), octet_writer(fmt, True)
@@ -72,21 +71,17 @@ def build(
 
     @T.macro
     def raw_mix(partial_mul, partial_sqr, scale, base, token, column, size, eps, z):
-        """z[0] of a lane = scaled mix of its column. Parts are added in ascending order, loaded in groups."""
-        parts = T.alloc_local((together,), "float32")
-        squares = T.alloc_local((together,), "float32")
-        sums = T.alloc_local((2,), "float32")
-        for i in T.unroll(2):
-            sums[i] = T.reinterpret(T.int32(-(2**31)), "float32")  # -0.0, which changes no sum
-        for step in T.serial(splits // together):
-            for i in T.unroll(together):
-                parts[i] = partial_mul[step * together + i, token, column]
-            for i in T.unroll(together):
-                squares[i] = partial_sqr[step * together + i, token]
-            for i in T.unroll(together):
-                sums[0] = sums[0] + parts[i]
-                sums[1] = sums[1] + squares[i]
-        z[0] = sums[0] * inverse_rms(sums[1], size, eps)
+        """z[0] of a lane = scaled mix of its column. Parts are added in ascending order, all loads under way first."""
+        parts = T.alloc_local((splits,), "float32")
+        squares = T.alloc_local((splits,), "float32")
+        for split in T.unroll(splits):
+            parts[split] = partial_mul[split, token, column]
+        for split in T.unroll(splits):
+            squares[split] = partial_sqr[split, token]
+        for split in T.unroll(1, splits):
+            parts[0] = parts[0] + parts[split]
+            squares[0] = squares[0] + squares[split]
+        z[0] = parts[0] * inverse_rms(squares[0], size, eps)
         z[0] = z[0] * scale[scale_index(column)] + base[column]
 
     @T.macro
