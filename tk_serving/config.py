@@ -37,7 +37,7 @@ class Settings(BaseSettings):
         default="", description="`api`: write shapes and dtypes of every call to stderr before it is launched"
     )
     experts: Literal["upcast", "resident", "stock"] = Field(
-        default="upcast",
+        default="stock",
         description="FP4 experts in FP8 on Hopper: `upcast` by layer, `resident` FP8 weights beside FP4, or `stock`",
     )
     experts_min_tokens: int = Field(

@@ -25,6 +25,11 @@ from tk_serving_vllm.sites import fp4_experts
 EXPERTS, HIDDEN, INTERMEDIATE, TOPK, LIMIT = 4, 128, 256, 2, 2.0
 
 
+@pytest.fixture(autouse=True)
+def _asked_for(monkeypatch):
+    monkeypatch.setattr(settings, "experts", "upcast")
+
+
 def layer(seed=0, exponent=None):
     """A layer as vLLM leaves it after repacking for Marlin, and its weights as float32."""
     generator = torch.Generator().manual_seed(seed)
