@@ -40,7 +40,7 @@ def test_it_refuses_without_a_gpu_and_says_what_is_missing():
         (["--model", "v5"], "bench: model: expected one of v3"),
         (["--peers", "vlm"], "bench: peers: expected some of reference, compile, deepgemm"),
         (["--mode", "hot"], "bench: mode: expected some of graph, cold, got 'hot'"),
-        (["--chain", "v5"], "bench: chain: expected some of v3, v4-flash, got 'v5'"),
+        (["--chain", "v5"], "bench: chain: expected some of v3, v4-flash, v3:routing, v4-flash:routing, got 'v5'"),
         (["--tokens", "0"], "bench: tokens: expected positive numbers, got 0"),
         (["--site", "vllm"], "bench: site: expected ENGINE=FOLDER"),
         (["--from", "/nowhere.json"], "No such file"),
