@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import DeepseekV4Config, DeepseekV4Model
 
 import tk_serving
+from tk_serving.environment import revision
 from tk_serving_patches import apply
 
 TARGET = ("mhc", "routing", "swiglu")  # the parts that the project promises to speed up
@@ -217,6 +218,7 @@ def main(
         record = {
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "revision": revision(),
             "versions": {m.__name__: m.__version__ for m in (torch, transformers, tk_serving)},
             "shape": "tiny" if tiny else "DeepSeek-V4-Flash, one layer, sliding attention, bfloat16",
             "tokens": tokens,
