@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tk_serving_patches import Function, Site
-from tk_serving_patches.warm import _launches, _noted, counts, note, run, start
+from tk_serving_patches.warm import counts, run, start
 
-__all__ = ["SITE", "_launches", "_noted", "counts", "note", "run", "start"]
+__all__ = ["SITE", "start"]
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import json
 import pathlib
 
 import pytest
+import torch
 
 from tk_serving.cli.env import collect
 from tk_serving.environment import revision
@@ -19,6 +20,14 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--record"):
         config.pluginmanager.register(Recorder(config), "ring3-recorder")
+
+
+@pytest.fixture(autouse=True)
+def free_memory(request):
+    """Leave the tensors of a large test to the next one."""
+    yield
+    if request.node.get_closest_marker("large"):
+        torch.cuda.empty_cache()
 
 
 class Recorder:
@@ -41,8 +50,6 @@ class Recorder:
             self.failures[name].append(f"{report.nodeid}: {properties.get('difference', last)}")
 
     def pytest_sessionfinish(self) -> None:
-        import torch
-
         found = collect()
         record = {
             "ring": 3,

@@ -1,21 +1,14 @@
 """Ring 3: every kernel on the GPU against its reference on the same device, on small cases and real models' shapes."""
 
 import pytest
-import torch
 from harness import UncoveredError, check
+from on_device import needs_device
 
-from tk_serving import dispatch
 from tk_serving.operator import operators
 
 MOST_TOKENS = 64
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < dispatch.MIN_CAPABILITY,
-        reason="needs a CUDA device of compute capability 9.0 or higher",
-    ),
-]
+pytestmark = needs_device()
 
 CASES = [pytest.param(op, case, id=f"{op.qualified_name}-{i}") for op in operators() for i, case in enumerate(op.cases)]
 SHAPES = [

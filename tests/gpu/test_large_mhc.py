@@ -2,54 +2,22 @@
 
 import pytest
 import torch
+from on_device import needs_device, same, tensors
 
 from tk_serving import dispatch
 from tk_serving.operator import find
 from tk_serving.workloads import Maker
 
-GIB = 1 << 30
-NEEDED = 40 * GIB
 FAR = 2**31
 HIDDEN, STREAMS, MIXES = 4096, 4, 24
 LAST = 22
 TOKENS = FAR // (STREAMS * HIDDEN) + LAST // 2  # the streams of half of the last tokens start past 2^31 elements
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.large,
-    pytest.mark.skipif(
-        not torch.cuda.is_available()
-        or torch.cuda.get_device_capability() < dispatch.MIN_CAPABILITY
-        or torch.cuda.get_device_properties(0).total_memory < NEEDED,
-        reason=f"needs a CUDA device of compute capability 9.0 or higher with {NEEDED // GIB} GiB",
-    ),
-]
-
-
-@pytest.fixture(autouse=True)
-def free_memory():
-    yield
-    torch.cuda.empty_cache()
+pytestmark = [*needs_device(40), pytest.mark.large]
 
 
 def call(name, *args, **options):
     return find(name).call(dispatch.KERNEL, *args, **options)
-
-
-def tensors(results):
-    if isinstance(results, torch.Tensor):
-        yield results
-    elif isinstance(results, (tuple, list)):
-        for result in results:
-            yield from tensors(result)
-
-
-def same(a, b):
-    assert a.shape == b.shape
-    assert a.dtype == b.dtype
-    as_bytes = [t.contiguous().view(torch.uint8) for t in (a, b)]
-    assert torch.equal(*as_bytes)
-    assert as_bytes[0].any(), "nothing was written"
 
 
 def long(*shape, dtype=torch.bfloat16):

@@ -2,27 +2,15 @@
 
 import pytest
 import torch
+from on_device import bits, needs_device
 
 from tk_serving import dispatch
 from tk_serving.operator import find
 from tk_serving.workloads import Maker
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.large,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < dispatch.MIN_CAPABILITY,
-        reason="needs a CUDA device of compute capability 9.0 or higher",
-    ),
-]
+pytestmark = [*needs_device(), pytest.mark.large]
 
 HIDDEN, TOPK, LIVE = 7168, 8, 8  # the first and the last tokens are live
-
-
-@pytest.fixture(autouse=True)
-def free():
-    yield
-    torch.cuda.empty_cache()
 
 
 def call(name, *args):
@@ -40,10 +28,6 @@ def mapping(tokens):
     live = ends(tokens)
     positions[live] = torch.arange(tokens * TOPK, dtype=torch.int32, device="cuda").view(tokens, TOPK)[live]
     return positions, torch.zeros(tokens * TOPK, dtype=torch.int32, device="cuda")
-
-
-def bits(tensor):
-    return tensor.contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize(("dtype", "hidden"), [(torch.bfloat16, HIDDEN), (torch.float32, HIDDEN + 1)])

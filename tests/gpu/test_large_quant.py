@@ -2,29 +2,13 @@
 
 import pytest
 import torch
+from on_device import needs_device, same, tensors
 
-from tk_serving import dispatch, quant
+from tk_serving import quant
 
-GIB = 1 << 30
-NEEDED = 40 * GIB
 FAR = 2**31
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.large,
-    pytest.mark.skipif(
-        not torch.cuda.is_available()
-        or torch.cuda.get_device_capability() < dispatch.MIN_CAPABILITY
-        or torch.cuda.get_device_properties(0).total_memory < NEEDED,
-        reason=f"needs a CUDA device of compute capability 9.0 or higher with {NEEDED // GIB} GiB",
-    ),
-]
-
-
-@pytest.fixture(autouse=True)
-def free_memory():
-    yield
-    torch.cuda.empty_cache()
+pytestmark = [*needs_device(40), pytest.mark.large]
 
 
 def filled(rows, width, last):
@@ -32,22 +16,6 @@ def filled(rows, width, last):
     x = torch.zeros(rows, width, dtype=torch.bfloat16, device="cuda")
     x[-last:] = torch.randn(last, width, device="cuda")
     return x
-
-
-def same(a, b):
-    assert a.shape == b.shape
-    assert a.dtype == b.dtype
-    as_bytes = [t.contiguous().view(torch.uint8) for t in (a, b)]
-    assert torch.equal(*as_bytes)
-    assert as_bytes[0].any(), "nothing was written"
-
-
-def flat(results):
-    for result in results if isinstance(results, tuple) else (results,):
-        if isinstance(result, tuple):
-            yield from flat(result)
-        elif result is not None:
-            yield result
 
 
 def test_l01_swiglu_and_cast():
@@ -103,7 +71,7 @@ def test_l03_swiglu_backward():
     weights = torch.rand(80000, device="cuda")
     found = quant.swiglu_backward(x, grad, topk_weights=weights)
     alone = quant.swiglu_backward(x[-8:].clone(), grad[-8:].clone(), topk_weights=weights[-8:].clone())
-    for part, want in zip(flat(found), flat(alone), strict=True):
+    for part, want in zip(tensors(found), tensors(alone), strict=True):
         same(part[-8:], want)
 
 
@@ -150,7 +118,7 @@ def test_l09_norm():
     x = filled(8388624, 256, 16)
     weight = torch.rand(256, device="cuda").bfloat16()
     found, alone = (quant.norm_forward(rows, weight, 1e-6, with_rstd=True) for rows in (x, x[-16:].clone()))
-    for part, want in zip(flat(found), flat(alone), strict=True):
+    for part, want in zip(tensors(found), tensors(alone), strict=True):
         same(part[-16:], want)
 
 
@@ -160,5 +128,5 @@ def test_l09_norm_and_cast():
     found, alone = (
         quant.norm_forward_and_per_token_cast(rows, weight, 1e-6, "e4m3", 128) for rows in (x, x[-16:].clone())
     )
-    for part, want in zip(flat(found), flat(alone), strict=True):
+    for part, want in zip(tensors(found), tensors(alone), strict=True):
         same(part[-16:], want)

@@ -1,20 +1,14 @@
 """What mHC kernels may cost at most; by replay of a CUDA graph."""
 
 import pytest
-import torch
+from on_device import needs_device
 
 from tk_serving import dispatch
 from tk_serving.bench.timing import GRAPH, CudaTimer, measure
 from tk_serving.operator import find
 from tk_serving.workloads import Maker
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < dispatch.MIN_CAPABILITY,
-        reason="needs a CUDA device of compute capability 9.0 or higher",
-    ),
-]
+pytestmark = needs_device()
 
 
 @pytest.mark.parametrize("name", ["mhc_pre_big_fuse", "mhc_post_pre_fused", "mhc_head_fused"])

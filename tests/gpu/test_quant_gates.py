@@ -2,18 +2,12 @@
 
 import pytest
 import torch
+from on_device import needs_device
 
-from tk_serving import dispatch
 from tk_serving.quant import swiglu_forward
 from tk_serving.reference import swiglu_forward as reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < dispatch.MIN_CAPABILITY,
-        reason="needs a CUDA device of compute capability 9.0 or higher",
-    ),
-]
+pytestmark = needs_device()
 
 
 @pytest.mark.parametrize("clamp", [None, 10.0])

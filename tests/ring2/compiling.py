@@ -6,20 +6,16 @@ kept by content below .cache.
 
 from __future__ import annotations
 
-import functools
-import glob
 import hashlib
 import json
-import os
 import pathlib
 import re
-import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 
 from tk_serving.compile.targets import PASS_CONFIGS
+from tk_serving.environment import nvcc, nvcc_version
 from tk_serving.operator import Operator
 from tk_serving.plan import Launch
 from tk_serving.simulator import source, toolchain
@@ -49,19 +45,6 @@ def production_launches(op: Operator) -> list[Launch]:
     return list(op.shape_classes())
 
 
-@functools.cache
-def nvcc() -> str | None:
-    """The compiler of CUDA_HOME, on PATH, or of NVIDIA's PyPI packages."""
-    folders = [os.path.join(os.environ["CUDA_HOME"], "bin")] if os.environ.get("CUDA_HOME") else []
-    folders += [os.environ["PATH"], *(path for site in sys.path for path in glob.glob(f"{site}/nvidia/cu1*/bin"))]
-    return shutil.which("nvcc", path=os.pathsep.join(folders))
-
-
-@functools.cache
-def _nvcc_version() -> str:
-    return subprocess.run([nvcc(), "--version"], capture_output=True, text=True).stdout
-
-
 def measure(launches: Sequence[Launch], arch: str) -> dict[str, dict]:
     """For each launch: atomics that the builder wrote and that the CUDA has, bytes of stack frame and of spills.
 
@@ -85,7 +68,7 @@ def count_atomics(text: str) -> int:
 def _compile(texts: dict[str, str], arch: str) -> dict[str, dict]:
     """Stack frame and spills of every text, by ptxas."""
     merged, symbols = _merge(texts)
-    key = hashlib.sha256("\0".join((merged, arch, repr(PASS_CONFIGS), _nvcc_version())).encode()).hexdigest()
+    key = hashlib.sha256("\0".join((merged, arch, repr(PASS_CONFIGS), nvcc_version())).encode()).hexdigest()
     file = FOLDER / f"{key[:24]}.json"
     if not file.is_file():
         toolchain.write(file, json.dumps(_ptxas(merged, arch)))

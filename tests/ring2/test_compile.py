@@ -3,15 +3,16 @@
 import pytest
 import tilelang
 import tilelang.language as T  # noqa: N812  the custom of TileLang
-from compiling import case_launches, count_atomics, local_memory_reason, measure, nvcc, production_launches
+from compiling import case_launches, count_atomics, local_memory_reason, measure, production_launches
 
 from tk_serving.compile.targets import ARCHS
+from tk_serving.environment import nvcc
 from tk_serving.operator import operators
 from tk_serving.simulator import source
 
 
 @pytest.mark.compile
-@pytest.mark.skipif(nvcc() is None, reason="nvcc not found: put a CUDA toolkit on PATH or set CUDA_HOME")
+@pytest.mark.skipif(not nvcc(), reason="nvcc not found: put a CUDA toolkit on PATH or set CUDA_HOME")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("op", operators(), ids=lambda op: op.qualified_name)
 def test_compiles(op, arch):

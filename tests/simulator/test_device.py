@@ -238,27 +238,3 @@ def test_tensor_core_product():
     Kernel("lanes", lanes, lambda cuda: cuda.replace(") {\n", ") {\n" + body, 1))(a, b, result)
     tf32 = [(x.view(torch.int32) & ~0x1FFF).view(torch.float32).double() for x in (a, b)]
     assert torch.allclose(result.double(), tf32[0] @ tf32[1] + 1, rtol=1e-6, atol=1e-6)
-
-
-def test_tensor_core_product_of_bfloat16():
-    """mma.m16n8k16 on bfloat16: a register holds two neighbouring k."""
-    a, b = torch.randn(16, 16).bfloat16(), torch.randn(8, 16).bfloat16()
-
-    @T.prim_func
-    def lanes(A: T.Tensor((16, 8), "int32"), B: T.Tensor((8, 8), "int32"), Y: T.Tensor((16, 8), "float32")):
-        with T.Kernel(1, threads=LANES):
-            t = T.get_thread_binding()
-            Y[t // 2, t % 8] = A[t // 2, t % 8] + B[t // 4, t % 8]
-
-    body = """
-      int g = threadIdx.x / 4, t = threadIdx.x % 4;
-      unsigned a[4], b[2]; float c[4] = {1, 1, 1, 1};
-      for (int r = 0; r < 4; r++) a[r] = A[(g + 8 * (r & 1)) * 8 + t + 4 * (r >> 1)];
-      for (int r = 0; r < 2; r++) b[r] = B[g * 8 + t + 4 * r];
-      sim::mma_bf16_16x8x16(c, a, b);
-      for (int r = 0; r < 4; r++) Y[(g + 8 * (r >> 1)) * 8 + 2 * t + (r & 1)] = c[r];
-      return;"""
-    result = torch.zeros(16, 8)
-    pairs = [x.view(torch.int32) for x in (a, b)]
-    Kernel("lanes", lanes, lambda cuda: cuda.replace(") {\n", ") {\n" + body, 1))(*pairs, result)
-    assert torch.allclose(result.double(), a.double() @ b.double().T + 1, rtol=1e-6, atol=1e-6)

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 import v4_on_cpu
 
 from tk_serving.quant.per_token_cast import per_token_cast
-from tk_serving_vllm import warm
+from tk_serving_patches import warm
 from tk_serving_vllm.sites import (
     _handed_over,
     _linear,

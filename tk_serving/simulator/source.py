@@ -15,12 +15,9 @@ from tk_serving.simulator.errors import SimulationError
 ARCH = "sm_90a"
 
 _SIGNATURE = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(([^;{]*)\);')
-_MMA = {
-    f"sim::mma_{name}_16x8x{k}": (
-        rf"tl::mma_sync<(tl::DataType::{kind}, ){{2}}tl::DataType::kFloat32, 16, 8, {k}, false, true>"
-    )
-    for name, kind, k in (("tf32", "kTensorFloat32", 8), ("bf16", "kBFloat16", 16))
-}
+_MMA_TF32 = re.compile(
+    r"tl::mma_sync<(tl::DataType::kTensorFloat32, ){2}tl::DataType::kFloat32, 16, 8, 8, false, true>"
+)
 _AXES = {
     f"{kind}Idx.{axis}": str(3 * k + a) for k, kind in enumerate(("block", "thread")) for a, axis in enumerate("xyz")
 }
@@ -118,9 +115,7 @@ def host_unit(generated: Generated) -> str:
 
 
 def _device_text(cuda: str) -> str:
-    text = ptx.translate(cuda)
-    for function, pattern in _MMA.items():
-        text = re.sub(pattern, function, text)
+    text = _MMA_TF32.sub("sim::mma_tf32_16x8x8", ptx.translate(cuda))
     text = re.sub(
         r"extern __shared__ (?:__align__\(\d+\) )?([\w: ]+?) (\w+)\[\];", r"\1* \2 = (\1*)sim::dynamic_shared();", text
     )

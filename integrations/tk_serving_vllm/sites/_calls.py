@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from tk_serving.operator import tensors_of
-from tk_serving_patches import calls
+from tk_serving_patches import warm
 from tk_serving_patches.calls import left_to_engine
-from tk_serving_vllm import table, warm
+from tk_serving_patches.calls import refusal_here as refusal
+from tk_serving_vllm import table
 
 __all__ = ["left_to_engine", "on", "refusal", "runs"]
 
@@ -26,12 +26,6 @@ def on(platform: str) -> Callable[[], str | None]:
         return f"for {platform}; this platform is {current_platform.device_type}"
 
     return unsuitable
-
-
-def refusal(function: Any, *args: Any, device: torch.device | None = None, **kwargs: Any) -> str | None:
-    """:func:`tk_serving_patches.calls.refusal`, on the device of the arguments unless another is named."""
-    device = device or next(tensors_of((args, kwargs))).device
-    return calls.refusal(function, device, *args, **kwargs)
 
 
 def runs(site: str, tokens: int, function: Any, *args: Any, reason: str | None = None, **kwargs: Any) -> bool:
