@@ -336,7 +336,7 @@ SITES = (
         ("mhc_head_fused",),
         "hc_head_fused_kernel_tilelang",
         _head,
-        "Reads the streams at the copy bandwidth.",
+        "Wide loads, in two launches.",
         "As vLLM, in two launches.",
         "97da486151f93146",
     ),
