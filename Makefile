@@ -4,8 +4,10 @@ VENV ?= .venv$(patsubst %,-%,$(filter-out vllm,$(ENGINE)))
 PY = $(VENV)/bin/python
 JOBS ?= 2
 PYTEST = $(PY) -m pytest -q
-export TK_SERVING_SIMULATOR_CACHE ?= $(CURDIR)/.cache/simulator
-export TILELANG_CACHE_DIR ?= $(CURDIR)/.cache/tilelang
+# Builds are kept by content, for all checkouts of a machine (tests/conftest.py names the same folder).
+CACHE = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tk-serving/tests
+export TK_SERVING_SIMULATOR_CACHE ?= $(CACHE)/simulator
+export TILELANG_CACHE_DIR ?= $(CACHE)/tilelang
 export TILELANG_PRINT_ON_COMPILATION ?= 0
 
 .PHONY: help setup demo test lint types unit ring2 engine sglang transformers docs images gpu clean
@@ -19,7 +21,9 @@ setup:  ## make the virtual environment (done by the other targets when needed);
 demo: setup  ## serve a tiny DeepSeek-V3 with and without the flag and compare; ENGINE=sglang on SGLang
 	@$(PY) -m tk_serving.cli demo --engine $(ENGINE) $(if $(SIMULATE),--simulate)
 
-test: setup lint types unit ring2 engine  ## everything that needs no GPU
+# An engine's start is mostly single-threaded, so the engines run beside the rings. SGLang's environment is made there.
+test: setup lint  ## everything that needs no GPU; the last lines name the stages that failed
+	@$(PY) tools/stages.py unit,ring2 types,engine,sglang
 
 lint: setup
 	$(PY) -m ruff check .
@@ -34,9 +38,8 @@ unit: setup  ## ring 1: contracts and references against the specification
 ring2: setup  ## ring 2: the generated CUDA, simulated on the CPU and compiled for every architecture
 	$(PYTEST) -n $(JOBS) tests/ring2 -m "not gpu and not engine"
 
-engine: setup  ## the real engines on this CPU
-	$(PYTEST) tests -m "engine and not gpu"
-	@$(MAKE) --no-print-directory sglang
+engine: setup  ## vLLM on this CPU
+	$(PYTEST) tests --ignore tests/sglang -m "engine and not gpu"
 
 sglang: override ENGINE = sglang
 sglang: override VENV = .venv-sglang
@@ -56,4 +59,4 @@ gpu:  ## ring 3, on a GPU host: the kernels against the references on the device
 	$(PYTEST) tests/gpu -m gpu $(if $(RECORD),--record $(RECORD))
 
 clean:  ## remove the environment and all caches
-	rm -rf .venv .venv-sglang .cache dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-sglang .cache $(CACHE) dist build .pytest_cache .mypy_cache .ruff_cache

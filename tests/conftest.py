@@ -1,4 +1,4 @@
-"""Builds of the tests go below .cache in the repository, which continuous integration keeps between runs."""
+"""Builds of the tests go below the user's cache folder, by content: all checkouts of a machine share them."""
 
 import logging
 import os
@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-CACHE = pathlib.Path(__file__).parents[1] / ".cache"
+CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "tk-serving" / "tests"
 
 # Before anything imports tk_serving or tilelang: both read their settings then.
 os.environ.setdefault("TK_SERVING_SIMULATOR_CACHE", str(CACHE / "simulator"))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 
@@ -28,6 +28,10 @@ class Settings(BaseSettings):
     )
     jit: Literal["allow", "warn", "forbid"] = Field(
         default="allow", description="what happens when a kernel was not built ahead of time"
+    )
+    compare: bool = Field(
+        default=False,
+        description="run the engine's own function beside every replaced one and report differences; for debugging",
     )
     kernel_cache: str = Field(default="", description="folder of kernels built ahead of time by `tk-serving build`")
     local_cache: str = Field(
@@ -62,12 +66,25 @@ class Settings(BaseSettings):
         return value
 
 
-settings = Settings()
+def _read() -> Settings:
+    try:
+        return Settings()
+    except ValidationError as error:
+        raise ValueError("; ".join(map(_wrong, error.errors()))) from None
+
+
+def _wrong(error: Any) -> str:
+    literal = error["type"] == "literal_error"
+    expected = error["ctx"]["expected"] if literal else error["msg"].removeprefix("Input should be ").split(",")[0]
+    return f"TK_SERVING_{str(error['loc'][0]).upper()}: expected {expected}, got {error['input']!r}"
+
+
+settings = _read()
 
 
 def reload() -> Settings:
     """Read the environment again into the one settings object."""
-    for name, value in Settings():
+    for name, value in _read():
         setattr(settings, name, value)
     return settings
 

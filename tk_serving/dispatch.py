@@ -147,6 +147,8 @@ def _outputs(op: Operator, plan: Plan, args: tuple, device: torch.device, zero: 
         if isinstance(slot, Out):
             outputs.append(slot.zeros(device) if zero else slot.empty(device))
         elif isinstance(slot, Given):
+            if zero:
+                slot.zero_padding()
             outputs.append(slot.tensor)
         else:
             outputs.append(None if slot is None else _existing(op, slot, args))

@@ -67,6 +67,7 @@ class Operator:
     moves_data: bool = False
     aliases: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
+    variants: tuple[Workload, ...] = ()
     parameters: tuple[_Parameter, ...] = field(default=(), repr=False)
     public: Callable[..., Any] = field(default=None, repr=False)  # type: ignore[assignment]
 
@@ -137,9 +138,21 @@ class Operator:
     def call(self, implementation: str, *args: Any, **kwargs: Any) -> Any:
         """The public result by a named implementation, whatever the settings say."""
         bound = self.bind(*args, **kwargs)
-        plan = self.plan(*bound)
+        return self.planned(self.plan(*bound), bound, implementation)
+
+    def planned(self, plan: Plan, bound: tuple, implementation: str = "") -> Any:
+        """The public result of a call that is bound and planned already, by the implementation that settings choose.
+
+        Unlike the public function it does not go through torch's dispatcher: not traceable by ``torch.compile``.
+        """
+        if settings.check and self.verify is not None and not implementation:
+            self.verify(*bound)
         flat = self._returned(plan, dispatch.run(self, plan, bound, _device(bound), implementation))
-        return self.finish(flat, *bound) if self.finish else _structure(self._return_type)(flat)
+        return self.finish(flat, *bound) if self.finish else self._structured(flat)
+
+    @functools.cached_property
+    def _structured(self) -> Callable[[Any], Any]:
+        return _structure(self._return_type)
 
     def into(self, outputs: Sequence[Tensor | None], *args: Any, **kwargs: Any) -> None:
         """Run a call that writes its results into the caller's tensors, in the order of the declared return type.
@@ -248,6 +261,7 @@ def operator(
     moves_data: bool = False,
     aliases: Sequence[str] = (),
     peers: Sequence[str] = (),
+    variants: Sequence[Workload] = (),
 ) -> Callable[[Callable[..., Any]], Any]:
     """Declare the operator whose torch reference is the decorated function.
 
@@ -274,6 +288,8 @@ def operator(
         aliases: further names of the public function, in the family and among the references.
         peers: implementations of others that benchmarks compare with: ``"<engine>"`` or ``"<engine>:<function>"``, a
             function of ``tk_serving.bench.peers.<engine>``; by default the one of the operator's name.
+        variants: further parameter sets of real models, as engines call the operator: built ahead of time with the
+            workloads, and not measured.
     """
 
     def declare(reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -301,6 +317,7 @@ def operator(
             moves_data=moves_data,
             aliases=tuple(aliases),
             peers=tuple(peers),
+            variants=tuple(variants),
             parameters=parameters,
         )
         if declared.name in _OPERATORS:

@@ -39,8 +39,7 @@ class Out:
     def zeros(self, device: torch.device) -> Tensor:
         out = self.empty(device)
         whole = out if self.storage is None else out.as_strided((self.storage,), (1,))
-        # Zero as bytes: fill_ is not implemented for every 1-byte float on every device.
-        (whole.view(torch.uint8) if whole.dtype.itemsize == 1 else whole).zero_()
+        _zero(whole)
         return out
 
 
@@ -54,9 +53,20 @@ class Existing:
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """A tensor that takes the place of an allocation; made by :meth:`Plan.into`."""
+    """A tensor that takes the place of an allocation, with the padding rows behind it; made by :meth:`Plan.into`."""
 
     tensor: Tensor
+    storage: int | None = None
+
+    def zero_padding(self) -> None:
+        """Zero the tensor and its padding rows, if it has any."""
+        if self.storage is not None:
+            _zero(self.tensor.as_strided((self.storage,), (1,)))
+
+
+def _zero(tensor: Tensor) -> None:
+    # As bytes: fill_ is not implemented for every 1-byte float on every device.
+    (tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor).zero_()
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +129,8 @@ class Plan:
         """The same call writing to these tensors instead of allocating.
 
         Raises:
-            ValueError: a tensor differs from the allocation in shape, dtype or strides, or the allocation has padding
-                rows behind it, which the tensor's own storage need not have.
+            ValueError: a tensor differs from the allocation in shape, dtype or strides, or its storage ends before the
+                padding rows that the allocation has.
         """
         outputs: list[Out | Existing | Given | None] = []
         for i, (slot, tensor) in enumerate(zip(self.outputs, tensors, strict=True)):
@@ -139,7 +149,10 @@ class Plan:
                     f"into: output {i}: expected {slot.dtype} {list(slot.shape)} {layout}, "
                     f"got {tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())}"
                 )
-            if slot.storage is not None and slot.storage > tensor.numel():
-                raise ValueError(f"into: output {i}: expected a layout without padding rows, got {slot}")
-            outputs.append(Given(tensor))
+            if slot.storage is not None:
+                room = tensor.untyped_storage().nbytes() // tensor.itemsize - tensor.storage_offset()
+                if room < slot.storage:
+                    expected = f"storage of {slot.storage} elements, padding rows included"
+                    raise ValueError(f"into: output {i}: expected {expected}, got {room}")
+            outputs.append(Given(tensor, slot.storage))
         return replace(self, outputs=tuple(outputs))

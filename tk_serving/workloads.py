@@ -67,6 +67,18 @@ def serving(
     return tuple(found)
 
 
+def variants(
+    parameters: Callable[[Model], Iterable[dict[str, Any]]], models: Iterable[Model] = MODELS
+) -> tuple[Workload, ...]:
+    """Further parameter sets of every model, at all token counts, for kernels that are built and not measured."""
+    tokens = tuple(count for counts in PHASES.values() for count in counts)
+    return tuple(
+        Workload(f"{model.name}-variant-{i}", params, tokens, model.key)
+        for model in models
+        for i, params in enumerate(parameters(model))
+    )
+
+
 def at_one_size(workloads: Iterable[Workload]) -> tuple[Workload, ...]:
     """A decode and a prefill size of each, for variants that are built but of which one row tells enough."""
     sizes = (64, 4096)

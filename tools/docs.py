@@ -78,7 +78,7 @@ def settings() -> str:
         else:
             values = {bool: "`0`, `1`", str: "text", int: "number"}.get(kind, "names, comma-separated")
         default = field.default
-        shown = f"`{int(default)}`" if isinstance(default, bool) else f"`{default}`" if default else "empty"
+        shown = f"`{int(default) if kind is bool else default}`" if kind in (bool, int) or default else "empty"
         rows.append([f"`TK_SERVING_{name.upper()}`", values, shown, field.description or ""])
     return table("variable | values | default | meaning", rows)
 

@@ -16,6 +16,7 @@ from tk_serving_patches import Function, Ledger, Site, server, warm
 from tk_serving_patches.server import refuse
 from tk_serving_patches.sglang import MODELS
 from tk_serving_sglang import report
+from tk_serving_sglang.table import measured
 
 TESTED = "0.5.23"
 """The tested release of SGLang: no other is accepted."""
@@ -55,6 +56,7 @@ def follow(server_args: Any, role: str) -> None:
     if role != "scheduler":
         return
     ledger.revert()
+    measured.forget()
     if not chosen:
         return
     from tk_serving_sglang.sites import SITES
@@ -63,7 +65,8 @@ def follow(server_args: Any, role: str) -> None:
     architecture = _architecture(server_args)
     server.check_model(architecture, MODELS)
     warm.start()
-    server.apply_all(ledger, SITES, architecture, MODELS[architecture])
+    _choose(server_args)
+    server.apply_all(ledger, SITES, architecture, MODELS[architecture], measured.verdict)
     process.apply(_SCHEDULER)
     if settings.state_dir:
         metrics.publish(settings.state_dir, functools.partial(server.as_dicts, ledger))
@@ -114,10 +117,23 @@ def confirm(infos: Sequence[dict[str, Any]]) -> None:
         refuse(["no scheduler reports call sites: the plugin did not run there"])
 
 
-def _architecture(server_args: Any) -> str:
+def _config(server_args: Any) -> Any:
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
-    return model_config_of(server_args).hf_config.architectures[0]
+    return model_config_of(server_args).hf_config
+
+
+def _architecture(server_args: Any) -> str:
+    return _config(server_args).architectures[0]
+
+
+def _choose(server_args: Any) -> None:
+    """On a GPU, use the measurements of models with these sizes."""
+    from sglang.srt.utils import is_cuda
+
+    if is_cuda():
+        config = _config(server_args)
+        measured.choose(config.hidden_size, getattr(config, "n_routed_experts", 0))
 
 
 def _version() -> str:
@@ -127,7 +143,7 @@ def _version() -> str:
         return "unknown"
 
 
-def _warm_up() -> None:
+def warm_up() -> None:
     """Compile or load the kernels of the calls that SGLang's own warm-up made, for other numbers of tokens."""
     import torch
     from sglang.srt.runtime_context import get_device, get_schedule
@@ -147,7 +163,7 @@ def _get_init_info(original: Callable[..., Any]) -> Callable[..., Any]:
         foreign = ledger.foreign()
         if foreign:
             refuse([f"{target} was replaced by other code while the model was loaded" for target in foreign])
-        _warm_up()
+        warm_up()
         log.info("tk-serving %s in this scheduler:\n%s", tk_serving.__version__, server.table(ledger.rows()))
         return {**original(self), KEY: server.as_dicts(ledger)}
 

@@ -12,6 +12,7 @@ import tk_serving
 from tk_serving import metrics
 from tk_serving.config import settings
 from tk_serving_patches import Ledger, server
+from tk_serving_patches.engine import PATCHED
 from tk_serving_patches.server import kernel_uuid, refuse, share_log_handlers, share_state
 from tk_serving_patches.vllm import MODELS
 from tk_serving_vllm import flag, report, table, warm
@@ -86,6 +87,12 @@ def follow(vllm_config: Any) -> None:
     log.info("tk-serving %s in this worker:\n%s", tk_serving.__version__, server.table(rows))
     if settings.state_dir:
         metrics.publish(settings.state_dir, functools.partial(server.as_dicts, ledger))
+
+
+def replaced(site: str) -> bool:
+    """Whether every call of a site runs our operators, as far as can be said before the call."""
+    patched = any(row.site == site and row.status == PATCHED for row in ledger.rows())
+    return patched and not table.verdict(site)[1]
 
 
 def _choose_table(vllm_config: Any) -> None:

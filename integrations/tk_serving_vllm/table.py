@@ -6,68 +6,24 @@ every site and model it has the time of vLLM's kernels over ours, at the token c
 
 from __future__ import annotations
 
-import functools
 import json
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tk_serving_patches.table import TOLERANCE, Table, text
+
 FILE = Path(__file__).with_name("table.json")
 PEER = "vllm"
-TOLERANCE = 0.97
-"""A site is slower where vLLM's time over ours is below this; what is between it and 1 is noise of the measurement."""
+TOLERANCE_COMPILED = 0.85
+"""For hyper-connections: for every kernel of its own that vLLM needs there, it compiles eleven seconds long."""
 
 NOT_COMPARABLE = ("shared-experts", "mhc-pre-broadcast", "routed-experts", "fp4-experts")
 """Sites that replace several kernels of vLLM by one, or whose record compares something else; they are never stock."""
 
-Ratios = tuple[tuple[int, float], ...]
-_chosen: dict[str, Ratios] = {}
-
-
-def choose(hidden_size: int, experts: int) -> None:
-    """Use the rows of the measured model with these sizes; none if there is no such model."""
-    from tk_serving.workloads import MODELS
-
-    _chosen.clear()
-    for model in MODELS:
-        if (model.hidden_size, model.n_routed_experts) == (hidden_size, experts):
-            for site, by_model in read()["sites"].items():
-                if model.key in by_model:
-                    _chosen[site] = tuple((int(t), ratio) for t, ratio in by_model[model.key])
-    slower.cache_clear()
-
-
-def forget() -> None:
-    """Use no measurements: every site runs our operators."""
-    _chosen.clear()
-    slower.cache_clear()
-
-
-@functools.lru_cache(maxsize=4096)
-def slower(site: str, tokens: int) -> str | None:
-    """Why a call of this many tokens stays with vLLM, or None: the nearest measured token count decides."""
-    ratios = _chosen.get(site)
-    if not ratios or not tokens:
-        return None
-    at, ratio = min(ratios, key=lambda row: (abs(math.log2(row[0] / tokens)), row[0]))
-    return f"{ratio:.2f}x vLLM's speed at {at} tokens in the record" if ratio < TOLERANCE else None
-
-
-def verdict(site: str) -> tuple[bool, str]:
-    """Whether a site is slower at every measured token count, and what the start-up report says of it."""
-    lost = [f"{ratio:.2f}x at {tokens}" for tokens, ratio in _chosen.get(site, ()) if ratio < TOLERANCE]
-    if not lost:
-        return False, ""
-    everywhere = len(lost) == len(_chosen[site])
-    return everywhere, f"{'' if everywhere else 'in part '}stock by table: {', '.join(lost)} tokens"
-
-
-@functools.cache
-def read() -> dict[str, Any]:
-    """The generated table: ``record`` (device, versions, revision, date) and ``sites``."""
-    return json.loads(FILE.read_text())
+measured = Table(FILE, "vLLM", lambda site: TOLERANCE_COMPILED if site.startswith("mhc-") else TOLERANCE)
+choose, forget, slower, verdict = measured.choose, measured.forget, measured.slower, measured.verdict
 
 
 def generate(record: Mapping[str, Any], sites: Iterable[Any]) -> dict[str, Any]:
@@ -103,17 +59,6 @@ def _ratios(operators: Sequence[Mapping[str, Mapping[int, tuple[float, float]]]]
         times = {t: [row[t] for row in rows if t in row] for t in counts}
         result[model] = [[t, round(sum(x[1] for x in us) / sum(x[0] for x in us), 3)] for t, us in times.items()]
     return result
-
-
-def text(table: Mapping[str, Any]) -> str:
-    """The file's content, one line for each site and model."""
-    lines = [
-        f"    {json.dumps(site)}: {{\n"
-        + ",\n".join(f"      {json.dumps(model)}: {json.dumps(ratios)}" for model, ratios in by_model.items())
-        + "\n    }"
-        for site, by_model in sorted(table["sites"].items())
-    ]
-    return f'{{\n  "record": {json.dumps(table["record"])},\n  "sites": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -21,6 +21,9 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from tk_serving.config import settings
+from tk_serving_patches import comparing
+
 PATCHED, SKIPPED, OFF, UNUSED = "patched", "skipped", "switched off", "not used by this model"
 
 
@@ -42,11 +45,17 @@ class Function:
             which has the same signature and calls the original for whatever it does not take over.
         relies_on: other functions whose behaviour the replacement reproduces; their sources are part of the
             fingerprint.
+        comparable: both can run on the same arguments, one after the other, for ``TK_SERVING_COMPARE``.
+        in_order: brings a result into an order in which those of both can be compared.
+        bound: relative difference up to which they agree; by default that of rounding.
     """
 
     target: str
     make: Callable[[Callable[..., Any]], Callable[..., Any]]
     relies_on: tuple[str, ...] = ()
+    comparable: bool = True
+    in_order: Callable[[Any], Any] | None = None
+    bound: float | None = None
 
 
 @dataclass(frozen=True)
@@ -263,7 +272,10 @@ def _plain(raw: Any) -> Callable[..., Any]:
 def _replace(site: Site, patch: Function) -> _Change:
     owner, name, raw = _locate(patch.target)
     original = _plain(raw)
-    replacement = functools.wraps(original)(patch.make(original))
+    made = patch.make(original)
+    if settings.compare and site.operators and patch.comparable:
+        made = functools.wraps(made)(comparing.both(site.name, original, made, patch.in_order, patch.bound))
+    replacement = functools.wraps(original)(made)
     new = type(raw)(replacement) if isinstance(raw, (staticmethod, classmethod)) else replacement
     shared = isinstance(owner, ModuleType)  # other modules may have imported the function by name
     places = _holders(original) if shared else [(owner, name)]
@@ -303,7 +315,10 @@ def _override(site: Site, patch: Override) -> _Change:
         kernel = torch.library.get_kernel(packet.default, patch.dispatch_key)
     except RuntimeError as error:
         raise _UnsuitableError(f"{patch.target} has no kernel: {error}") from error
-    replacement = patch.make(functools.partial(_call_boxed, packet.default, kernel, patch.dispatch_key))
+    original = functools.partial(_call_boxed, packet.default, kernel, patch.dispatch_key)
+    replacement = patch.make(original)
+    if settings.compare:
+        replacement = comparing.both(site.name, original, replacement)
     library = torch.library.Library(namespace, "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of every override; this one is meant

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 ROUTED = ("routing", "routed-experts", "routed-experts-triton", "routed-experts-deepgemm")
 DENSE = ("linear-input", "group-cast", "swiglu", "swiglu-quant")
-HYPER_CONNECTIONS = ("mhc-pre-broadcast", "mhc-pre", "mhc-post-pre", "mhc-post", "mhc-head")
+HYPER_CONNECTIONS = ("mhc-pre-broadcast", "mhc-pre", "mhc-post-pre", "mhc-post", "mhc-head", "mhc-warm-up")
 DELAYED = ("mhc-pre-delayed", "mhc-post-pre-delayed", "mhc-post", "engram-gate")
 BIASED = (
     "routing",

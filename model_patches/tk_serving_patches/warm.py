@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tk_serving.config import settings
 from tk_serving.operator import Operator
 
 log = logging.getLogger(__name__)
@@ -43,17 +44,23 @@ def note(function: Any, tokens: int, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def run(counts: Iterable[int], device: torch.device) -> int:
-    """Compile or load the kernels of the noted calls for these numbers of tokens; return how many launches differ."""
+    """Compile or load the kernels of the noted calls for these numbers of tokens; return how many are ready."""
     global _open
     _open = False
     from tk_serving.compile import kernels
 
     arch = kernels.arch_of(torch.cuda.get_device_capability(device))
     launches = {launch.key: launch for count in counts for launch in _launches(count)}
+    ready = 0
     with torch.cuda.device(device):
         for launch in launches.values():
+            missing = kernels.unavailable(launch, arch) if settings.jit == "forbid" else ""
+            if missing:
+                log.warning("%s: calls that need it stay with the engine", missing)
+                continue
             kernels.load(launch, arch)
-    return len(launches)
+            ready += 1
+    return ready
 
 
 def _launches(count: int) -> Iterator[Any]:

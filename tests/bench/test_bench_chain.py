@@ -38,6 +38,13 @@ def test_both_sides_and_what_is_left_out(chain):
     assert row.equal is True
 
 
+def test_a_chain_that_misses_its_target_is_timed_step_by_step(chain):
+    steps = (Step("router", (Part("topk_gate"),)), Step("again", (Part("topk_gate"),)))
+    slow = chain(*steps, times=(2.0, 2.2))
+    assert [(step["us"], step["engine_us"]) for step in slow.steps] == [(2.0, 2.2), (2.0, 2.2)]
+    assert "us" not in chain(*steps, times=(2.0, 2.6)).steps[0]
+
+
 def test_several_operators_as_one_step_of_the_engine(chain, monkeypatch):
     seen = []
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tk_serving.bench.e2e import alternate, child, families, models, support, weights
+from tk_serving.bench.e2e import alternate, child, engine, families, models, support, weights
 
 CONFIG = SimpleNamespace(
     hidden_size=256,
@@ -175,19 +175,127 @@ def test_sides_alternate_and_the_first_measurement_is_thrown_away():
     assert sides["ours"].log == sides["stock"].log
 
 
+class Texts:
+    """A side whose answers depend on how it is asked."""
+
+    def __init__(self, plain, moved=0.0, small=0.0):
+        self.shifts = {"outputs_moved": moved, "outputs": plain, "small": small}
+
+    def do(self, what, **arguments):
+        return answers((1, 2), shift=self.shifts["small" if arguments.get("at_once") else what])
+
+
+@pytest.mark.parametrize(
+    ("ours", "moved", "small", "agree"),
+    [
+        (0.001, 0.0, 0.0, True),
+        (0.1, 0.0, 0.0, False),
+        (0.1, 0.07, 0.0, True),
+        (0.1, 0.0, 0.07, True),
+        (0.2, 0.1, 0, False),
+    ],
+)
+def test_sides_may_be_as_far_apart_as_the_engine_is_from_itself(ours, moved, small, agree):
+    sides = {"stock": Texts(0.0, moved, small), "ours": Texts(ours)}
+    found = alternate._compare(sides, alternate.Options())
+    assert found["agree"] is agree
+    assert found["stock_from_itself"]["embedding moved"]["max_logprob_diff"] == moved
+    assert found["stock_from_itself"]["batches of 8"]["max_logprob_diff"] == small
+
+
+class Tiny(engine.Engine):
+    """An engine whose only text is what its embedding holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Module()
+        self.net.embed_tokens = torch.nn.Embedding(100, 64, dtype=torch.bfloat16)
+
+    @property
+    def model(self):
+        return self.net
+
+    def generate(self, *_, **__):
+        return None, 0.0
+
+    def outputs(self, factor):
+        return self.net.embed_tokens.weight.detach().clone() * factor
+
+
+def test_the_embedding_moves_by_a_step_of_bfloat16_and_back():
+    tiny = Tiny()
+    before = tiny.outputs(1)
+    moved = tiny.outputs_moved(0.25, factor=1)
+    changed = moved != before
+    assert 0.2 < changed.float().mean() < 0.3
+    assert torch.allclose(moved[changed], before[changed], rtol=2**-6)
+    assert torch.equal(tiny.outputs(1), before)
+
+
+class Whole(FakeSide):
+    """In place of an engine's process."""
+
+    started: list = []
+
+    def __init__(self, name, settings, log, kind):
+        super().__init__({"stock": 3.0}.get(name, 2.0))
+        self.name, self.log_file = name, log
+        Whole.started.append((name, settings, kind))
+
+    def answer(self):
+        if self.name == "resident":
+            raise alternate.EngineError("no memory")
+
+    def do(self, what, **arguments):
+        if what == "sites":
+            row = {"site": "mhc-post", "calls": 3, "beyond": 0, "largest": 1e-3, "mean": 1e-4}
+            return {"rows": [row], "first": None}
+        if what == "state":
+            return {"start_s": 1.0}
+        return answers((1, 2)) if what.startswith("outputs") else super().do(what, **arguments)
+
+    def end(self):
+        pass
+
+
+def test_a_whole_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(alternate, "Side", Whole)
+    monkeypatch.setattr(alternate, "_record", lambda options: {"device": "test", "rows": []})
+    Whole.started.clear()
+    options = alternate.Options(
+        sizes=(8, 1), rounds=1, json=tmp_path / "r.json", experts=tmp_path / "x.json", logs=tmp_path / "logs"
+    )
+    alternate.run(options, Console(quiet=True))
+    record = json.loads(options.json.read_text())
+    phases = ["decode 1 sequence", "prefill 8000 tokens", "decode 8 sequences"]
+    assert [(row["phase"], row["ratio"]) for row in record["rows"]] == [(phase, 1.5) for phase in phases]
+    assert record["sites"]["v4-flash"]["first"] is None
+    assert [name for name, _, _ in Whole.started] == ["stock", "ours", "compared", "upcast", "resident"]
+    layers = {
+        name: json.loads((tmp_path / "logs" / s["folder"] / "config.json").read_text()) for name, s, _ in Whole.started
+    }
+    assert {name: config["num_hidden_layers"] for name, config in layers.items()} == {
+        "stock": 4, "ours": 4, "compared": 2, "upcast": 4, "resident": 4,
+    }  # fmt: skip
+    experts = json.loads(options.experts.read_text())["rows"]
+    assert [(row["phase"], row["stock"], row["ours"], row[alternate.OWN]) for row in experts] == [
+        ("prefill 8000 tokens, experts upcast", 3.0, 2.0, 2.0)
+    ], "the mode that failed is left out"
+
+
 def test_the_record_keeps_the_rows_of_other_models(tmp_path):
     options = alternate.Options(model="v3", json=tmp_path / "record.json")
     options.json.write_text(
         json.dumps({"rows": [{"model": "v3", "a": 1}, {"model": "v4", "a": 2}], "engines": {"v4": 1}})
     )
-    alternate._write({"rows": [{"model": "v3", "a": 3}], "engines": {"v3": 2}}, options)
+    alternate._write({"rows": [{"model": "v3", "a": 3}], "engines": {"v3": 2}}, options.json, "v3")
     record = json.loads(options.json.read_text())
     assert record["rows"] == [{"model": "v4", "a": 2}, {"model": "v3", "a": 3}]
     assert record["engines"] == {"v4": 1, "v3": 2}
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"engine": "x"}, "expected vllm"), ({"model": "x"}, "expected one of")]
+    ("options", "message"), [({"engine": "x"}, "expected one of vllm, sglang"), ({"model": "x"}, "expected one of")]
 )
 def test_unknown_names_are_refused(options, message):
     with pytest.raises(ValueError, match=message):

@@ -1,5 +1,6 @@
 """The record, and everything that is made of it."""
 
+import dataclasses
 import io
 import json
 
@@ -61,9 +62,16 @@ class TestRecord:
         whole = merge([first, second])
         assert [(r.operator, r.us) for r in whole.rows] == [("moe.topk_gate", 4.0), ("quant.per_token_cast", 4.0)]
 
+    def test_parts_refer_to_the_copy_bandwidth_of_the_first(self, record, row):
+        second = record([row("quant.per_token_cast", tokens=8, us=4.0)], copy_gbps=4080.0)
+        whole = merge([record(), second])
+        assert whole.copy_gbps == 4000.0
+        assert whole.rows[-1].pct_copy == pytest.approx(100 * whole.rows[-1].gbps / 4000.0)
+
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
+            ({"copy_gbps": 3000.0}, "merge: copy_gbps: expected about 4000, got 3000"),
             ({"device": "NVIDIA H100"}, "merge: device: expected 'NVIDIA H200', got 'NVIDIA H100'"),
             ({"versions": {"torch": "2.14.1"}}, "merge: torch: expected version 2.11.0, got 2.14.1"),
         ],
@@ -108,6 +116,21 @@ class TestTerminal:
         assert "first at [0, 1]: 1 for 2" in text
         assert "tk-serving DIFFERS" in text
         assert "different: tk-serving: quant.per_token_cast" in text
+
+    def test_steps_of_a_chain_that_differ_are_shown(self, record):
+        one = record()
+        step = {"place": "router", "operators": ["topk_gate"], "ours": "equal", "engine": "different"}
+        one.chains = [dataclasses.replace(one.chains[0], tokens=count, steps=[step]) for count in (1, 64)]
+        line = "different: chain v3: router: vllm at 1, 64 tokens"
+        assert line in shown(one)
+        assert f"- {line}" in page(one, "a.json")
+
+    def test_steps_that_were_timed_are_shown(self, record):
+        one = record()
+        one.chains[0].steps = [{"place": "router", "ours": "equal", "engine": "equal", "us": 2.5, "engine_us": 3.0}]
+        line = "chain v3, 64 tokens, us of ours / vllm alone: router 2.50 / 3.00"
+        assert line in shown(one)
+        assert f"- {line}" in page(one, "a.json")
 
     def test_absent_peers_and_errors_are_shown(self, record, row):
         one, two = row(factors=()), row(tokens=8, factors=())

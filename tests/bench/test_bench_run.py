@@ -71,3 +71,14 @@ def test_chains_are_part_of_a_record(fake_timer):
         ("v3", "torch_ops", 2),
     ]
     assert "router" in record.chains[0].left_out
+
+
+def test_chains_are_saved_and_resumed(fake_timer, tmp_path):
+    path = tmp_path / "a.json"
+    measure(fake_timer, path, chains=("v3",), engine="torch_ops", tokens=(1,))
+    assert [row["tokens"] for row in json.loads(path.read_text())["chains"]] == [1]
+    saved = path.read_text().replace("no step that both sides can run", "kept")
+    path.write_text(saved)
+    record = measure(fake_timer, path, chains=("v3",), engine="torch_ops", resume=True)
+    assert [row.tokens for row in record.chains] == [1, 2]
+    assert record.chains[0].error == "kept"

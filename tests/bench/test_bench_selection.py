@@ -36,6 +36,15 @@ def test_given_tokens_belong_to_the_closest_phase():
     ]
 
 
+def test_sizes_that_are_no_phase_stay_their_own():
+    """Rows of a weight, experts, parts of a sum: the given counts among them, else the smallest."""
+    counts = [1, 64, 4096]
+    assert [task.tokens for task in select(["per_block_cast"], ["v3"], counts)] == [4096]
+    assert [task.tokens for task in select(["per_block_cast"], ["v4-pro"], counts)] == [6144]
+    assert [task.tokens for task in select(["norm_backward"], ["v3"], counts)] == [4096]
+    assert [task.tokens for task in select(["norm_forward"], ["v3"], counts)] == counts
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

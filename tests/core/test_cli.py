@@ -1,6 +1,7 @@
 """The command line, run as a user runs it."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -30,6 +31,12 @@ def test_ops_lists_every_operator():
         assert {"name", "family", "phase", "kernel", "reference", "archs", "workloads"} <= row.keys()
         assert row["kernel"]
         assert row["workloads"]
+
+
+def test_ops_shows_whole_names_in_a_narrow_terminal():
+    done = tk_serving("ops", COLUMNS="80", FORCE_COLOR="1")
+    words = set(re.sub(r"\x1b\[[\d;]*m", "", done.stdout).split())
+    assert {f"{op.family}.{op.name}" for op in operators()} <= words
 
 
 def test_ops_of_one_family():

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from pydantic import ValidationError
 
 from tk_serving import config
 
@@ -25,9 +24,17 @@ def test_environment_is_read_again_on_request(monkeypatch):
     assert config.reload().disable == frozenset()
 
 
-def test_wrong_setting_names_the_choices(monkeypatch):
-    monkeypatch.setenv("TK_SERVING_CPU", "gpu")
-    with pytest.raises(ValidationError, match="'reference' or 'simulator'"):
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("CPU", "gpu", "'reference' or 'simulator'"),
+        ("CHECK", "maybe", "a valid boolean"),
+        ("EXPERTS_MIN_TOKENS", "-1", "greater than or equal to 0"),
+    ],
+)
+def test_wrong_setting_names_the_variable_and_the_choices(monkeypatch, name, value, expected):
+    monkeypatch.setenv(f"TK_SERVING_{name}", value)
+    with pytest.raises(ValueError, match=rf"^TK_SERVING_{name}: expected {expected}, got '{value}'$"):
         config.reload()
 
 

@@ -251,3 +251,25 @@ def test_contents_are_verified_on_request(change_settings):
     change_settings(check=True)
     with pytest.raises(ValueError, match="no negative value"):
         verified(torch.tensor([-1.0]))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "simulator"])
+def test_results_go_into_tensors_with_their_padding_rows(change_settings, implementation):
+    change_settings(cpu=implementation)
+    cast = find("per_token_cast")
+    call = (torch.randn(5, 256).bfloat16(), "e4m3", 128, None, True)
+    expected = cast.public(*call)
+    data, buffer = torch.empty(5, 256, dtype=torch.float8_e4m3fn), torch.full((20,), -1.0)
+    scales = buffer[2:].as_strided((5, 2), (1, 8))
+    cast.into((data, scales), *call)
+    assert torch.equal(data.view(torch.uint8), expected[0].view(torch.uint8))
+    assert torch.equal(scales, expected[1])
+    assert buffer[2:18].view(2, 8)[:, 5:].abs().sum() == 0
+    assert buffer[[0, 1, 18, 19]].tolist() == [-1.0] * 4
+
+
+def test_a_tensor_that_ends_before_its_padding_rows_is_refused():
+    call = (torch.randn(5, 256).bfloat16(), "e4m3", 128, None, True)
+    data, scales = torch.empty(5, 256, dtype=torch.float8_e4m3fn), torch.empty_strided((5, 2), (1, 8))
+    with pytest.raises(ValueError, match="expected storage of 16 elements, padding rows included, got 13"):
+        find("per_token_cast").into((data, scales), *call)

@@ -50,10 +50,10 @@ def test_results_without_the_pre_mix(call):
 
 
 def test_a_row_does_not_depend_on_its_batch():
-    residual = bf16(20, 4, 192)
+    residual = bf16(70, 4, 192)  # few tokens take other paths through both kernels
     op = find("mhc_pre_big_fuse")
     whole = op.call("simulator", residual, *parameters(), **GATES)
-    for tokens in (1, 3, 17):
+    for tokens in (1, 3, 17, 65):
         part = op.call("simulator", residual[:tokens], *parameters(), **GATES)
         assert all(torch.equal(a, b[:tokens]) for a, b in zip(part, whole, strict=True))
 

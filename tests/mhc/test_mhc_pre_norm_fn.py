@@ -67,7 +67,7 @@ def test_the_matrix_is_rounded_to_tf32():
         (5120, 24, 16, 16),
         (7168, 24, 16, 16),
         (1280, 24, 16, 14),
-        (4096, 24, 1, 8),  # at most 16 warps of a block, as a slice of the matrix lies in shared memory
+        (4096, 24, 1, 8),  # at most 16 warps of a block, as a slice of the matrix lies in registers
         (4096, 32, 1, 11),
         (4096, 4, 4, 8),
         (64, 24, 16, 2),

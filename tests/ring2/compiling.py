@@ -1,12 +1,11 @@
 """Compiling the generated CUDA of many launches at once, and what the compiler says about each.
 
 The headers cost nvcc more than a kernel does, so the kernels of one operator are compiled as one file. Results are
-kept by content below .cache.
+kept by content beside the simulator's builds.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pathlib
 import re
@@ -20,8 +19,6 @@ from tk_serving.operator import Operator
 from tk_serving.plan import Launch
 from tk_serving.simulator import source, toolchain
 from tk_serving.workloads import Maker
-
-FOLDER = pathlib.Path(__file__).parents[2] / ".cache" / "ring2"
 
 _FUNCTION = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\([^;{]*\);')
 _EXTERN_SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?[\w: ]+? (\w+)\[\];")
@@ -68,8 +65,8 @@ def count_atomics(text: str) -> int:
 def _compile(texts: dict[str, str], arch: str) -> dict[str, dict]:
     """Stack frame and spills of every text, by ptxas."""
     merged, symbols = _merge(texts)
-    key = hashlib.sha256("\0".join((merged, arch, repr(PASS_CONFIGS), nvcc_version())).encode()).hexdigest()
-    file = FOLDER / f"{key[:24]}.json"
+    key = toolchain.digest(merged, arch, repr(PASS_CONFIGS), nvcc_version(), toolchain.tilelang_version())
+    file = toolchain.cache() / "ptxas" / f"{key}.json"
     if not file.is_file():
         toolchain.write(file, json.dumps(_ptxas(merged, arch)))
     reported = json.loads(file.read_text())

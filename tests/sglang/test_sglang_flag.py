@@ -57,14 +57,20 @@ def test_importing_the_plugin_imports_no_engine():
 
 
 def test_sglang_loads_the_plugin_which_only_adds_the_flag():
-    imported = last_line(
+    """In a process of its own, with the environment variable that changes the default."""
+    *imported, default, given = last_line(
         "from sglang.srt.plugins import load_plugins; load_plugins()\n"
         "import json, sys; from sglang.srt import server_args, runtime_context\n"
         "from tk_serving_sglang import flag\n"
-        "print(json.dumps([server_args.ServerArgs.__module__, [c.target for c in flag.ledger._changes],"
-        " *(n in sys.modules for n in ('tk_serving_sglang.activate', 'tk_serving_sglang.sites', 'tilelang'))]))"
+        "found = [server_args.ServerArgs.__module__, [c.target for c in flag.ledger._changes],"
+        " *(n in sys.modules for n in ('tk_serving_sglang.activate', 'tk_serving_sglang.sites', 'tilelang'))]\n"
+        "parse, words = server_args.prepare_server_args, ['--model-path', 'dummy', '--device', 'cpu']\n"
+        "choices = [parse(words).kernel_backend, parse([*words, '--kernel-backend', 'auto']).kernel_backend]\n"
+        "print(json.dumps([*found, *choices]))",
+        TK_SERVING_KERNEL_BACKEND="tilekernels",
     )
     assert imported == ["tk_serving_sglang.args", ["sglang.srt.runtime_context:publish"], False, False, False]
+    assert (default, given) == ("tilekernels", "auto")
 
 
 def test_registering_again_changes_nothing(args):
@@ -119,16 +125,6 @@ def test_the_engine_takes_the_keyword(args):
 
     assert Engine.server_args_class is args.ServerArgs
     assert Engine.server_args_class(model_path="dummy", kernel_backend="tilekernels").kernel_backend == "tilekernels"
-
-
-def test_the_environment_variable_is_the_default():
-    code = (
-        "from sglang.srt.plugins import load_plugins; load_plugins(); import json\n"
-        "from sglang.srt.server_args import prepare_server_args as p\n"
-        "words = ['--model-path', 'dummy', '--device', 'cpu']\n"
-        "print(json.dumps([p(words).kernel_backend, p([*words, '--kernel-backend', 'auto']).kernel_backend]))"
-    )
-    assert last_line(code, TK_SERVING_KERNEL_BACKEND="tilekernels") == ["tilekernels", "auto"]
 
 
 def test_unpickling_adds_the_flag_where_no_plugin_was_loaded(args, tmp_path):

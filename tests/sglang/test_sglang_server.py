@@ -1,4 +1,4 @@
-"""The real engine: the demo, the other two ways to start it, and what it refuses."""
+"""The real engine: the demo (launch_server), the engine in Python, and the command that refuses to start one."""
 
 import json
 import os
@@ -17,7 +17,6 @@ import torch
 from tk_serving import demo
 from tk_serving.demo import checkpoint
 from tk_serving.demo.engines import sglang as engine
-from tk_serving.demo.server import Server
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -62,39 +61,6 @@ def test_the_demo_succeeds():
         assert re.search(rf"{name}\s+│\s+[1-9]\d*\s+│", done.stdout), done.stdout
 
 
-COMMAND = """
-    # What the command "sglang" runs.
-    from sglang.cli.main import main
-
-    if __name__ == "__main__":
-        main()
-"""
-
-
-def test_sglang_serve(v2, tmp_path):
-    """The other command, and a model of another class."""
-    arguments = ["serve", *engine.arguments(v2, "v2", DEVICE, False)]
-    arguments += ["--load-format", "dummy", "--kernel-backend", "tilekernels"]
-    log = tmp_path / "log"
-    (tmp_path / "sglang_command.py").write_text(textwrap.dedent(COMMAND))
-    variables = environment(tmp_path) | {"PYTHONPATH": str(tmp_path)}
-    with Server(arguments, log, variables, module="sglang_command") as server:
-        sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
-        answer = server.post("/generate", {"text": "tokens find experts", "sampling_params": sampling})
-        assert len(answer["output_ids"]) == 4
-        told = json.loads(server.get("/server_info"))
-        page = server.get("/metrics")
-    assert told["kernel_backend"] == "tilekernels"
-    state = told["internal_states"][0]["tk_serving"]
-    status = {row["site"]: row["status"] for row in state["sites"]}
-    assert status["routing-grouped"] == "patched"
-    assert status["routing"] == "not used"
-    assert {row["operator"] for row in state["calls"] if row["calls"]} >= {"topk_gate", "topk_sum_and_topk_group_idx"}
-    assert re.search(r'tk_serving_calls_total\{.*operator="topk_gate".*\} [1-9]', page)
-    assert "tk-serving" in log.read_text()
-    assert re.search(r"routing-grouped +topk_gate +patched", log.read_text())
-
-
 ENGINE = """
     import json, sys
     import sglang as sgl
@@ -103,16 +69,18 @@ ENGINE = """
         engine = sgl.Engine(kernel_backend="tilekernels", **json.loads(sys.argv[1]))
         sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
         answer = engine.generate("the quick brown fox", sampling)
-        state = engine.get_server_info()["internal_states"][0]["tk_serving"]
-        print("RESULT " + json.dumps([answer["output_ids"], state]), flush=True)
+        told = engine.get_server_info()
+        state = told["internal_states"][0]["tk_serving"]
+        print("RESULT " + json.dumps([answer["output_ids"], told["kernel_backend"], state]), flush=True)
         engine.shutdown()
 """
 
 
-def test_the_engine_in_python(v3, tmp_path):
-    """``Engine(kernel_backend=...)``, with one site and one operator switched off."""
+def test_the_engine_in_python(v2, tmp_path):
+    """``Engine(kernel_backend=...)`` with a model of another class, one operator of which is switched off."""
     options = {
-        "model_path": str(v3),
+        "model_path": str(v2),
+        "load_format": "dummy",
         "dtype": "bfloat16",
         "max_total_tokens": 512,
         "max_running_requests": 2,
@@ -128,29 +96,48 @@ def test_the_engine_in_python(v3, tmp_path):
         capture_output=True,
         text=True,
         timeout=800,
-        env={**os.environ, **environment(tmp_path), "TK_SERVING_DISABLE": "routing,reduce_fused"},
+        env={**os.environ, **environment(tmp_path), "TK_SERVING_DISABLE": "reduce_fused"},
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    tokens, state = json.loads(line.removeprefix("RESULT "))
+    tokens, backend, state = json.loads(line.removeprefix("RESULT "))
     assert len(tokens) == 4
+    assert backend == "tilekernels"
     status = {(row["site"], row["operator"]): (row["status"], row["reason"]) for row in state["sites"]}
-    assert status["routing", "top2_sum_gate"] == ("switched off", "routing is in TK_SERVING_DISABLE")
+    assert status["routing-grouped", "topk_gate"] == ("patched", "")
+    assert status["routing", "top2_sum_gate"][0] == "not used"
     if DEVICE == "cpu":
         assert status["routed-experts", "swiglu_forward"] == ("switched off", "reduce_fused is in TK_SERVING_DISABLE")
     assert status["swiglu", "swiglu_forward"] == ("patched", "")
-    assert {row["operator"] for row in state["calls"]} == {"swiglu_forward"}
+    called = {row["operator"] for row in state["calls"] if row["calls"]}
+    assert called == {"topk_gate", "topk_sum_and_topk_group_idx", "swiglu_forward"}
+    assert re.search(r"routing-grouped +topk_gate +patched", done.stdout + done.stderr)
 
 
-def test_a_server_that_cannot_honour_the_flag_does_not_start(v3, tmp_path):
-    arguments = engine.arguments(v3, "v3", DEVICE, False)
-    command = [sys.executable, "-m", engine.SERVER, *arguments, "--kernel-backend", "tilekernels"]
+COMMAND = """
+    # What the command "sglang" runs.
+    from sglang.cli.main import main
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+def test_sglang_serve_does_not_start_what_cannot_honour_the_flag(v3, tmp_path):
+    """The other command, up to where it would start the engine."""
+    (tmp_path / "sglang_command.py").write_text(textwrap.dedent(COMMAND))
+    arguments = ["serve", *engine.arguments(v3, "v3", DEVICE, False), "--kernel-backend", "tilekernels"]
     done = subprocess.run(
-        [*command, "--enable-torch-compile"],
+        [sys.executable, "-m", "sglang_command", *arguments, "--enable-torch-compile"],
         capture_output=True,
         text=True,
         timeout=600,
-        env={**os.environ, **environment(tmp_path), "TK_SERVING_DISABLE": "no-such-site"},
+        env={
+            **os.environ,
+            **environment(tmp_path),
+            "PYTHONPATH": str(tmp_path),
+            "TK_SERVING_DISABLE": "no-such-site",
+        },
     )
     assert done.returncode != 0
     assert "--kernel-backend tilekernels cannot be honoured:\n  - --enable-torch-compile" in done.stderr

@@ -503,22 +503,33 @@ def test_bounded_swiglu(applied):
 
 
 @pytest.mark.parametrize("limit", [None, 2.0])
-@pytest.mark.parametrize("packed", [False, True])
-def test_quantised_swiglu(applied, limit, packed):
+@pytest.mark.parametrize(("packed", "tokens"), [(False, 8), (True, 8), (True, 7)])
+def test_quantised_swiglu(applied, limit, packed, tokens):
+    """Seven rows have one of padding in SGLang's allocation."""
     from sglang.kernels.ops.activation import silu_and_mul_clamp
     from sglang.kernels.ops.quantization.fp8_kernel import create_per_token_group_quant_fp8_output_scale
 
     applied("swiglu-quant")
-    x = GATE_UP[:8].contiguous()
-    data = torch.empty(8, 256, dtype=torch.float8_e4m3fn)
-    scales = create_per_token_group_quant_fp8_output_scale((8, 256), x.device, 128, packed, packed, packed)
+    x = GATE_UP[:tokens].contiguous()
+    data = torch.empty(tokens, 256, dtype=torch.float8_e4m3fn)
+    scales = create_per_token_group_quant_fp8_output_scale((tokens, 256), x.device, 128, packed, packed, packed)
     silu_and_mul_clamp.silu_and_mul_contig_post_quant(
         x, data, scales, 128, scale_ue8m0=packed, transposed=packed, swiglu_limit=limit
     )
     exact = exact_swiglu(x, limit).float()
-    amax = exact.view(8, 2, 128).abs().amax(-1).repeat_interleave(128, -1)
+    amax = exact.view(tokens, 2, 128).abs().amax(-1).repeat_interleave(128, -1)
     assert ((cast_back(data, scales) - exact).abs() <= amax * 2**-4).all()
     ran("swiglu_forward_and_per_token_cast")
+
+
+def test_scales_without_room_for_padding_rows_stay_with_sglang():
+    calls = []
+    site = SITES_BY_NAME["swiglu-quant"]
+    replacement = site.patches[0].make(lambda *args, **kwargs: calls.append(args))
+    scales = torch.empty_strided((7, 2), (1, 8))
+    replacement(GATE_UP[:7].contiguous(), torch.empty(7, 256, dtype=torch.float8_e4m3fn), scales, 128)
+    assert len(calls) == 1
+    assert engine_reasons("swiglu_forward_and_per_token_cast") == ["scales without padding rows"]
 
 
 # -- hyper-connections ---------------------------------------------------------------------------------------------
@@ -547,16 +558,8 @@ def normed(x, weight):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
 
 
-@pytest.fixture
-def plain_allocation(monkeypatch):
-    """No tensor-parallel group is initialised here to ask for symmetric memory."""
-    from sglang.srt.layers import dp_attention
-
-    monkeypatch.setattr(dp_attention, "is_allocation_symmetric", lambda: False)
-
-
 @pytest.mark.parametrize("norm", [False, True])
-def test_input_of_a_sublayer(applied, norm, plain_allocation):
+def test_input_of_a_sublayer(applied, norm):
     from sglang.kernels.ops.layernorm import mhc
 
     applied("mhc-pre")
@@ -583,7 +586,7 @@ def test_streams_after_a_sublayer_agree_with_sglangs_torch_code(applied):
     ran("mhc_post")
 
 
-def test_from_one_sublayer_to_the_next(applied, plain_allocation):
+def test_from_one_sublayer_to_the_next(applied):
     from sglang.kernels.ops.layernorm import mhc
 
     for name in ("mhc-post-pre", "mhc-post", "mhc-pre"):
@@ -597,9 +600,9 @@ def test_from_one_sublayer_to_the_next(applied, plain_allocation):
 
 
 def test_results_in_symmetric_memory_stay_with_sglang(monkeypatch):
-    from sglang.srt.layers import dp_attention
+    from sglang.srt.distributed.device_communicators import pynccl_allocator
 
-    monkeypatch.setattr(dp_attention, "is_allocation_symmetric", lambda: True)
+    monkeypatch.setattr(pynccl_allocator, "is_symmetric_memory_enabled", lambda: True)
     calls = []
     replacement = SITES_BY_NAME["mhc-pre"].patches[0].make(lambda *args, **kwargs: calls.append(args))
     replacement(RESIDUAL, FN, *GATES)

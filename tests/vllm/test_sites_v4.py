@@ -189,6 +189,16 @@ def test_vllms_packed_cast_operator():
     assert torch.equal(sf, expected[1])
 
 
+def test_compiled_models_keep_vllms_cast():
+    def original(self, x, scale=None, scale_ub=None, use_triton=False):
+        return x * 2, x.sum(-1)
+
+    forward = linear_input._forward_cuda(original)
+    compiled = torch.compile(lambda x: forward(None, x), backend="eager", fullgraph=True)
+    x = torch.ones(3, 128)
+    assert torch.equal(compiled(x)[0], x * 2)
+
+
 def test_other_calls_of_vllms_cast_operator_stay():
     calls = []
     group_quant(rows(5), True, True, original=lambda *args: calls.append(args[3:]))
@@ -352,8 +362,7 @@ def test_calls_that_no_operator_covers_reach_vllm_unchanged(mixer):
     hyper_connections._post_pre(original)(m.x, wide, m.post, m.comb, m.fn, m.scale, m.base, *GATES, 1, 2, m.norm, 1e-5)
     hyper_connections._post(original)(m.x, wide, m.post, m.comb)
     hyper_connections._head(original)(wide, m.fn, m.scale, m.base, 1e-6, 1e-7)
-    many = m.x.repeat(20, 1)
-    hyper_connections._pre_broadcast(original)(many, m.fn, m.scale, m.base, *GATES, 1, m.norm, 1e-5, m.fn)
+    hyper_connections._pre_broadcast(original)(m.x.float(), m.fn, m.scale, m.base, *GATES, 1, m.norm, 1e-5, m.fn)
     assert [len(args) for args in calls] == [12, 16, 4, 6, 13]
     assert calls[0][9:] == (3, m.norm, 1e-5)
     assert calls[1][12:] == (1, 2, m.norm, 1e-5)
@@ -556,3 +565,32 @@ def test_calls_are_planned_again_for_other_numbers_of_tokens():
     assert len(few | many) == 3, "the gate has another kernel for many tokens"
     assert warm.counts(100) == sorted(set(warm.counts(100)))
     assert warm.counts(8192)[-1] == 8192
+
+
+def test_vllm_compiles_no_kernel_that_no_call_reaches(monkeypatch):
+    from tk_serving_vllm import activate
+
+    replaced = {"mhc-pre-broadcast", "mhc-pre", "mhc-post-pre", "mhc-post"}
+    monkeypatch.setattr(activate, "replaced", lambda site: site in replaced)
+    registered = []
+    register = hyper_connections._register_warmup(lambda self, *args, **kwargs: registered.append((self, args, kwargs)))
+
+    def kernel(name):
+        return type(name, (), {})()
+
+    for name in hyper_connections._COMPILED:
+        register(kernel(name), "config", hidden_size=1)
+    other = kernel("AnotherKernel")
+    register(other, "config")
+    assert [type(self).__name__ for self, _, _ in registered] == ["HcHeadFusedTileLangKernel", "AnotherKernel"]
+    assert registered[0][1:] == (("config",), {"hidden_size": 1})
+
+
+def test_a_site_is_replaced_if_it_is_patched_and_nothing_stays_stock(monkeypatch):
+    from tk_serving_patches import Row
+    from tk_serving_vllm import activate, table
+
+    rows = [Row("a", "x", "patched"), Row("b", "x", "patched"), Row("c", "x", "skipped")]
+    monkeypatch.setattr(activate.ledger, "rows", lambda: rows)
+    monkeypatch.setattr(table, "verdict", lambda site: (False, "in part stock by table" if site == "b" else ""))
+    assert [activate.replaced(site) for site in "abcd"] == [True, False, False, False]

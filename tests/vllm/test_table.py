@@ -54,7 +54,7 @@ def test_operators_of_a_site_are_added_up_where_vllm_has_a_kernel():
 def measured(monkeypatch):
     def use(**ratios):
         sites = {name: {"v4-flash": rows} for name, rows in ratios.items()}
-        monkeypatch.setattr(table, "read", lambda: {"sites": sites})
+        monkeypatch.setattr(table.measured, "read", lambda: {"sites": sites})
         table.choose(4096, 256)
 
     return use
@@ -67,6 +67,12 @@ def test_the_nearest_measured_number_of_tokens_decides(measured):
     assert table.slower("other", 1) is table.slower("s", 0) is None
     table.choose(4096, 255)
     assert table.slower("s", 1) is None
+
+
+def test_hyper_connections_may_lose_more_because_vllm_compiles_theirs(measured):
+    measured(**{"mhc-head": [[1, 0.9], [64, 0.8]]})
+    assert table.slower("mhc-head", 1) is None
+    assert table.slower("mhc-head", 64) == "0.80x vLLM's speed at 64 tokens in the record"
 
 
 def test_the_report_says_what_stays_stock(measured):
@@ -84,7 +90,7 @@ def test_a_call_that_the_table_leaves_to_vllm_is_counted_with_the_reason(measure
 
     measured(s=[[1, 0.5]])
     dispatch.reset_counters()
-    assert not _calls.runs("s", 2, topk_gate, torch.zeros(2, 8), 2)
-    assert _calls.runs("t", 2, topk_gate, torch.zeros(2, 8), 2)
+    assert not _calls.offer("s", 2, topk_gate, torch.zeros(2, 8), 2)
+    assert _calls.offer("t", 2, topk_gate, torch.zeros(2, 8), 2)
     (counted,) = dispatch.counters()
     assert (counted["implementation"], counted["reason"]) == ("engine", "0.50x vLLM's speed at 1 tokens in the record")

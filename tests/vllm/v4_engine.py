@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tk_serving import dispatch
 from tk_serving.bench.e2e.weights import register_vllm_loader
+from tk_serving.config import settings
+from tk_serving_patches import comparing
 
 PROMPTS = [[7 * i % 509 + 2 for i in range(n)] for n in (11, 3, 30)]
 ON, OFF = {"kernel_backend": "tilekernels"}, {}
@@ -49,69 +51,6 @@ def answers(llm):
     }
 
 
-# -- every call of every site against vLLM's own code ----------------------------------------------------------------
-
-deviations: list[tuple[str, float]] = []
-"""Site and largest relative difference of a call, in the order of the calls."""
-
-
-def tensors(value):
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [t for v in value for t in tensors(v)]
-    return []
-
-
-def distance(ours, theirs):
-    if not ours.numel():
-        return 0.0
-    if not ours.is_floating_point():
-        return float((ours.sort(-1).values != theirs.sort(-1).values).any())
-    return ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-30)).item()
-
-
-def compared(site, make):
-    """A patch whose replacement also runs the original and notes how far apart the results are."""
-
-    def make_both(original):
-        replacement = make(original)
-
-        def both(*args, **kwargs):
-            theirs = original(*args, **kwargs)
-            ours = replacement(*args, **kwargs)
-            pairs = zip(tensors(ours), tensors(theirs), strict=True)
-            if site == "routing":  # weights and ids of the same experts, in whatever order
-                pairs = [(t[0].gather(-1, t[1].long().argsort(-1)) for t in (ours, theirs)), (ours[1], theirs[1])]
-            deviations.append((site, max(distance(a, b) for a, b in pairs)))
-            return ours
-
-        return both
-
-    return make_both
-
-
-@contextlib.contextmanager
-def comparing():
-    """Let the sites that are applied meanwhile compare; the CPU's experts bind weights, and are left as they are."""
-    from tk_serving_vllm import sites
-
-    before = sites.SITES
-    sites.SITES = tuple(
-        site
-        if site.name == "routed-experts"
-        else dataclasses.replace(
-            site, patches=tuple(dataclasses.replace(p, make=compared(site.name, p.make)) for p in site.patches)
-        )
-        for site in before
-        if site.unsuitable() is None
-    )
-    try:
-        yield
-    finally:
-        sites.SITES = before
-
-
 @contextlib.contextmanager
 def wrong(operator):
     """One operator computes results that are off by five percent."""
@@ -145,17 +84,17 @@ def main():
         on["counters"] = dispatch.counters()
         on["rows"] = [dataclasses.astuple(row) for row in activate.ledger.rows()]
         result["fused" if fused else "plain"] = on
-    with comparing():
-        llm = build(folder, ON)
-    deviations.clear()
+    settings.compare = True
+    llm = build(folder, ON)
+    comparing.reset()
     answers(llm)
-    result["right"] = list(deviations)
+    result["right"] = comparing.rows()
     operators = {row["operator"] for form in ("fused", "plain") for row in result[form]["counters"]}
     for operator in sorted(operators):
-        deviations.clear()
+        comparing.reset()
         with wrong(operator):
             changed = answers(llm)
-        result.setdefault("wrong", {})[operator] = {"deviations": list(deviations), "answers": changed}
+        result.setdefault("wrong", {})[operator] = {"first": comparing.first(), "answers": changed}
     print("RESULT " + json.dumps(result))
 
 

@@ -1,8 +1,9 @@
-"""What vLLM's CPU build lacks for DeepSeek-V4 on machines without AVX-512, in plain torch.
+"""What vLLM's CPU build lacks for a tiny DeepSeek-V4, in plain torch.
 
-The CPU build has the model, but the operators of its layers only for AVX-512. :func:`install` defines the missing ones:
-those of hyper-connections, routing and sliding-window attention, three metadata kernels that are written in Triton, and
-the keys that the metadata builder of the CPU leaves out. For models without compressed attention, and not for speed.
+The CPU build has the model, but the operators of its layers only for AVX-512, and there for full sizes.
+:func:`install` has others on every machine: those of hyper-connections, routing and sliding-window attention, three
+metadata kernels that are written in Triton, and the keys that the metadata builder of the CPU leaves out. For models
+without compressed attention, and not for speed.
 """
 
 import collections
@@ -136,18 +137,20 @@ OPERATORS = {
 
 
 def install() -> None:
-    """Complete the CPU build of this process; does nothing where it has the operators."""
+    """Complete the CPU build of this process; its own operators for AVX-512 take models of full size only."""
     from vllm.platforms import current_platform
     from vllm.platforms.cpu import CpuPlatform
 
     current_platform.import_kernels()
-    if _libraries or hasattr(torch.ops._C, "hc_pre_fused_cpu"):
+    if _libraries:
         return
     library = torch.library.Library("_C", "FRAGMENT")
     _libraries.append(library)
     for schema, function in OPERATORS.items():
-        library.define(schema)
-        library.impl(schema.partition("(")[0], function, "CPU")
+        name = schema.partition("(")[0]
+        if not hasattr(torch.ops._C, name):
+            library.define(schema)
+        library.impl(name, function, "CPU")
     original = CpuPlatform.register_triton_kernel_overrides.__func__
 
     def register_triton_kernel_overrides(cls):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,9 +30,12 @@ from tk_serving.bench.peers import PeerCall, PeerUnavailableError, engine_of
 from tk_serving.bench.record import ChainRow
 from tk_serving.bench.routing import routing
 from tk_serving.bench.selection import Task
-from tk_serving.bench.timing import GRAPH, SampleError, Sampler, measure
+from tk_serving.bench.targets import CHAIN
+from tk_serving.bench.timing import GRAPH, SampleError, Sampler, Statistics, measure
 from tk_serving.operator import find
 from tk_serving.workloads import MODELS, Maker, Model, Workload
+
+log = logging.getLogger(__name__)
 
 TOKENS = (1, 8, 64, 512, 4096, 8192)
 ALIGNMENT = 128
@@ -193,7 +197,7 @@ class Chain:
 
     def __init__(self, name: str, engine: str, tokens: int, bench: Bench) -> None:
         self._bench, self._engine = bench, engine
-        self._sides: dict[str, list[Callable[[int], PeerCall]]] = {OURS: [], engine: []}
+        self._calls: list[dict[str, list[Callable[[int], PeerCall]]]] = []  # of each step by side
         self.row = ChainRow(name, tokens, peer=engine)
         for step in CHAINS[name]:
             try:
@@ -201,34 +205,42 @@ class Chain:
             except PeerUnavailableError as reason:
                 self.row.left_out[step.place] = str(reason)
             except Exception as error:
+                log.warning("chain %s, %d tokens: %s fails", name, tokens, step.place, exc_info=True)
                 bench.survive(error)
                 self.row.left_out[step.place] = f"fails with {type(error).__name__}: {peers.first_line(error)}"
 
     def measure(self, rounds: int) -> ChainRow:
-        """Time both sides; what fails is part of the row."""
+        """Time both sides, and each step where the whole misses its target; what fails is part of the row."""
         row = self.row
         kinds = [step[side] for step in row.steps for side in ("ours", "engine") if step[side]]
         row.equal = DIFFERENT not in kinds if kinds else None
         if not row.steps:
             row.error = "no step that both sides can run"
             return row
-        samplers: dict[str, Sampler] = {}
         try:
-            for name, side in self._sides.items():
-                samplers[name] = self._bench.timer.prepare(functools.partial(_sequence, side), GRAPH)
-            timed = measure(samplers, rounds)
+            timed = self._time(self._calls, rounds)
+            row.us, row.p10, row.p90 = timed[OURS].median, timed[OURS].p10, timed[OURS].p90
+            row.peer_us = timed[self._engine].median
+            row.ratio = row.peer_us / row.us
+            for step, calls in zip(row.steps if row.ratio < CHAIN else (), self._calls, strict=False):
+                timed = self._time([calls], rounds)
+                step["us"], step["engine_us"] = timed[OURS].median, timed[self._engine].median
         except Exception as error:
             self._bench.survive(error)
             row.error = str(error) if isinstance(error, SampleError) else f"{type(error).__name__}: {error}"
-            return row
+        return row
+
+    def _time(self, steps: Sequence[dict[str, list[Callable[[int], PeerCall]]]], rounds: int) -> dict[str, Statistics]:
+        samplers: dict[str, Sampler] = {}
+        try:
+            for name in (OURS, self._engine):
+                side = [call for step in steps for call in step[name]]
+                samplers[name] = self._bench.timer.prepare(functools.partial(_sequence, side), GRAPH)
+            return measure(samplers, rounds)
         finally:
             for sampler in samplers.values():
                 with contextlib.suppress(RuntimeError):
                     sampler.release()
-        row.us, row.p10, row.p90 = timed[OURS].median, timed[OURS].p10, timed[OURS].p90
-        row.peer_us = timed[self._engine].median
-        row.ratio = row.peer_us / row.us
-        return row
 
     def _add(self, step: Step, model: str, tokens: int) -> None:
         subjects = [Subject(_task(part, model, tokens), self._bench.device) for part in step.parts]
@@ -240,8 +252,7 @@ class Chain:
             theirs = [_compared(_joint(function, subjects), together)]
         else:
             theirs = [_checked(subject, _declared(subject, self._engine), self._bench.check) for subject in subjects]
-        self._sides[OURS] += calls
-        self._sides[self._engine] += [call for call, _ in theirs]
+        self._calls.append({OURS: calls, self._engine: [call for call, _ in theirs]})
         self.row.steps.append(
             {
                 "place": step.place,

@@ -13,6 +13,8 @@ from tk_serving.bench.record import ChainRow, Record, Row
 from tk_serving.bench.report import (
     absences,
     agreement,
+    chain_differences,
+    chain_steps,
     differences,
     left_out,
     means,
@@ -47,8 +49,8 @@ def page(record: Record, source: str, plots: Sequence[str] = (), causes: Sequenc
     parts += ["## Rows that miss a target\n", _misses_markdown(record, causes)]
     if record.chains:
         parts += ["## One decoder layer\n", _chain_markdown(record.chains)]
-        skipped = left_out(record)
-        parts += [_bullets(map(_plain_markup, skipped))] if skipped else []
+        remarks = [*left_out(record), *chain_steps(record), *chain_differences(record)]
+        parts += [_bullets(map(_plain_markup, remarks))] if remarks else []
     for family in dict.fromkeys(row.family for row in record.rows):
         parts.append(f"## {family}\n")
         parts += [f"![Achieved bandwidth of {family}]({name})\n" for name in plots if family in Path(name).stem]

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 METHOD = (
-    "us: median over samples of one call. A sample is one CUDA-graph replay divided by its number of calls, every call "
-    "with inputs and outputs of its own, after more than twice the L2 cache was read; implementations alternate "
+    "us: median over samples of one call. A sample is one CUDA-graph replay divided by its number of calls, every "
+    "call with inputs and outputs of its own, after more than twice the L2 cache was read; implementations alternate "
     "(ABBA). Mode graph: as many calls in a graph as last about 1 ms; mode cold: one call. Method stream: the call "
     "synchronises with the host and is timed with it. gbps: compulsory bytes (inputs read once, outputs written once) "
-    "over us. pct_copy: gbps over the bandwidth of a 1 GiB device-to-device copy in the same run. ratio: fastest peer "
-    "over ours. equal: before timing, ours and every peer agreed with the torch reference, peers up to rounding."
+    "over us. pct_copy: gbps over the bandwidth of a 1 GiB device-to-device copy in the same run; of parts, in the "
+    "first. ratio: fastest peer over ours. equal: before timing, ours and every peer agreed with the torch reference, "
+    "peers up to rounding."
 )
+
+COPY_SPREAD = 0.05
 
 
 @dataclass
@@ -77,7 +80,7 @@ class Row:
         """Fill in what follows from the times."""
         if self.us:
             self.gbps = self.bytes / (self.us * 1e3)
-            self.pct_copy = 100 * self.gbps / copy_gbps
+            self.relate(copy_gbps)
         timed = [peer for peer in self.peers if peer.us is not None]
         fastest = min(timed, key=lambda peer: peer.us or math.inf, default=None)
         if fastest is not None and fastest.us is not None:
@@ -85,6 +88,11 @@ class Row:
             self.ratio = fastest.us / self.us if self.us else None
         kinds = [kind for kind in (self.agreement, *(peer.agreement for peer in self.peers)) if kind]
         self.equal = None if not kinds else "different" not in kinds
+
+    def relate(self, copy_gbps: float) -> None:
+        """Refer to this copy bandwidth."""
+        if self.gbps is not None:
+            self.pct_copy = 100 * self.gbps / copy_gbps
 
 
 @dataclass
@@ -161,8 +169,11 @@ class Record:
 def merge(records: Sequence[Record]) -> Record:
     """One record from the parts of a suite that did not fit into one run; a later row replaces an earlier one.
 
+    Everything refers to the copy bandwidth of the first part.
+
     Raises:
-        ValueError: the parts come from different devices, drivers, versions or revisions.
+        ValueError: the parts come from different devices, drivers, versions or revisions, or their copy bandwidths are
+            too far apart for that.
     """
     first, *others = records
     for other in others:
@@ -172,6 +183,10 @@ def merge(records: Sequence[Record]) -> Record:
         for name, version in other.versions.items():
             if first.versions.setdefault(name, version) != version:
                 raise ValueError(f"merge: {name}: expected version {first.versions[name]}, got {version}")
+        if abs(other.copy_gbps / first.copy_gbps - 1) > COPY_SPREAD:
+            raise ValueError(f"merge: copy_gbps: expected about {first.copy_gbps:.0f}, got {other.copy_gbps:.0f}")
+        for row in other.rows:
+            row.relate(first.copy_gbps)
         first.rows = _replace(first.rows, other.rows)
         first.chains = _replace(first.chains, other.chains)
         first.aborted = other.aborted

@@ -89,7 +89,7 @@ def show(record: Record, console: Console) -> None:
         console.print(LEGEND, style="dim", highlight=False)
     if record.chains:
         console.print(chain_table(record.chains), highlight=False)
-    for line in (*means(record), *missed(record), *differences(record), *absences(record), *left_out(record)):
+    for line in (*means(record), *missed(record), *findings(record)):
         console.print(line, highlight=False, soft_wrap=True)
     if record.aborted:
         console.print(f"[red]stopped early: {escape(record.aborted)}[/]", highlight=False, soft_wrap=True)
@@ -141,6 +141,42 @@ def left_out(record: Record) -> list[str]:
     return [
         f"[dim]left out: {chain} against {peer}: {step}: {escape(why)}[/]" for (chain, peer, step), why in found.items()
     ]
+
+
+def findings(record: Record) -> list[str]:
+    """What did not agree, did not run or was left out."""
+    return [
+        *chain_steps(record),
+        *differences(record),
+        *chain_differences(record),
+        *absences(record),
+        *left_out(record),
+    ]
+
+
+def chain_differences(record: Record) -> list[str]:
+    """Steps of the chains in which one side differs from the reference by more than rounding."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for row in record.chains:
+        for step in row.steps:
+            for side, name in (("ours", OURS), ("engine", row.peer)):
+                if step[side] == DIFFERENT:
+                    found.setdefault((row.chain, step["place"], name), []).append(str(row.tokens))
+    return [
+        f"[yellow]different[/]: chain {chain}: {place}: {name} at {', '.join(dict.fromkeys(counts))} tokens"
+        for (chain, place, name), counts in found.items()
+    ]
+
+
+def chain_steps(record: Record) -> list[str]:
+    """The time of each step, ours and the engine's, of the chains that were timed step by step."""
+    lines = []
+    for row in record.chains:
+        steps = [step for step in row.steps if step.get("us")]
+        if steps:
+            texts = [f"{step['place']} {number(step['us'])} / {number(step['engine_us'])}" for step in steps]
+            lines.append(f"chain {row.chain}, {row.tokens} tokens, us of ours / {row.peer} alone: {'; '.join(texts)}")
+    return lines
 
 
 def number(value: float | None, digits: int | None = None) -> str:

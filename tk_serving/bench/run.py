@@ -253,13 +253,16 @@ def _measure_rows(
 
 def _measure_chains(options: Options, bench: Bench, record: Record, console: Console, started: float) -> None:
     counts = options.tokens or chains.TOKENS
-    with _progress(console, len(options.chains) * len(counts)) as advance:
-        for name in options.chains:
-            for count in counts:
-                record.chains.append(chains.Chain(name, options.engine, count, bench).measure(options.rounds))
-                advance(f"{name} tokens={count}")
-                bench.finish()
-                _in_time(options, started)
+    known = {row.key for part in earlier(options) for row in part.chains}
+    todo = [(name, count) for name in options.chains for count in counts if (name, options.engine, count) not in known]
+    with _progress(console, len(todo)) as advance:
+        for name, count in todo:
+            record.chains.append(chains.Chain(name, options.engine, count, bench).measure(options.rounds))
+            advance(f"{name} tokens={count}")
+            bench.finish()
+            if options.json is not None:
+                records.merge([*earlier(options), record]).save(options.json)
+            _in_time(options, started)
 
 
 def _in_time(options: Options, started: float) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tk_serving.operator import FAMILIES, Operator, find, operators
-from tk_serving.workloads import MODELS, Workload
+from tk_serving.workloads import MODELS, PHASES, Workload
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,8 @@ def select(names: Sequence[str] = (), models: Sequence[str] = (), tokens: Sequen
     Args:
         names: families, operators or qualified operators.
         models: keys of models; all by default.
-        tokens: token counts instead of those of the workloads.
+        tokens: token counts instead of those of the workloads' phases. A workload whose sizes are others, such as the
+            rows of a weight, is measured at the given ones among them, else at its smallest.
 
     Raises:
         ValueError: unknown family, operator or model.
@@ -67,7 +68,14 @@ def _rows(workloads: Sequence[Workload], tokens: Sequence[int]) -> list[tuple[Wo
     shapes: dict[tuple, list[Workload]] = {}
     for workload in workloads:
         shapes.setdefault((workload.model, repr(sorted(workload.params.items()))), []).append(workload)
-    return [(min(same, key=lambda w: _distance(w, count)), count) for same in shapes.values() for count in tokens]
+    return [row for same in shapes.values() for row in _of_one_shape(same, tokens)]
+
+
+def _of_one_shape(same: Sequence[Workload], tokens: Sequence[int]) -> list[tuple[Workload, int]]:
+    if any(workload.tokens in PHASES.values() for workload in same):
+        return [(min(same, key=lambda w: _distance(w, count)), count) for count in tokens]
+    own = {count: workload for workload in same for count in workload.tokens}
+    return [(own[count], count) for count in tokens if count in own] or [(own[min(own)], min(own))]
 
 
 def _distance(workload: Workload, count: int) -> float:

@@ -25,7 +25,7 @@ MODES = (GRAPH, COLD)
 STREAM = "stream"
 
 TARGET_US = 1000.0
-MAX_CALLS = 200
+MAX_CALLS = 100
 WARM_UP_ROUNDS = 1
 SPIN_CYCLES = 200_000  # about 100 us: the host enqueues the replay before the device reaches it
 

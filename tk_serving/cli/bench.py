@@ -29,11 +29,18 @@ def bench(
     chain: Annotated[str, typer.Option(help="Measure a decoder layer instead: v3, v4-flash, v3:routing, ...")] = "",
     engine: Annotated[str, typer.Option(help="Engine that a chain is compared with.")] = "vllm",
     e2e: Annotated[
-        str, typer.Option(help="Measure a serving engine end to end instead, with the backend and without: vllm.")
+        str,
+        typer.Option(help="Measure a serving engine end to end instead, with the backend and without: vllm, sglang."),
     ] = "",
     layers: Annotated[int, typer.Option(min=2, help="Layers of the model that --e2e serves.")] = 4,
     eager: Annotated[bool, typer.Option("--eager", help="With --e2e: no CUDA graphs, no torch.compile.")] = False,
     logs: Annotated[Path | None, typer.Option(help="With --e2e: folder for the logs of the engines.")] = None,
+    experts: Annotated[
+        Path | None, typer.Option(help="With --e2e: a record of FP4 experts in FP8, which are measured too.")
+    ] = None,
+    sites: Annotated[
+        bool, typer.Option(help="With --e2e: compare every replaced call with the engine's own function.")
+    ] = True,
     check: Annotated[bool, typer.Option(help="Compare all results with the reference first.")] = True,
     revision: Annotated[str, typer.Option(help="Git revision for the record where there is no checkout.")] = "",
     limit: Annotated[float, typer.Option(min=1, help="Stop after the row that reaches this many seconds.")] = 1e9,
@@ -66,6 +73,8 @@ def bench(
             models=_list(model),
             layers=layers,
             eager=eager,
+            compare=sites,
+            experts=experts,
             limit=limit,
             json=json,
             logs=logs,

@@ -16,12 +16,13 @@ from tk_serving.compile.targets import ARCHS
 from tk_serving.workloads import MODELS
 
 KEYS = [model.key for model in MODELS]
+NAMES = [*KEYS, "v3.2"]
 
 
 def build(
     out: Annotated[pathlib.Path, typer.Option("--out", help="Folder of the new cache.")],
     arch: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(ARCHS)}.")] = ARCHS[0],
-    model: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(KEYS)}.")] = ",".join(KEYS),
+    model: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(NAMES)}.")] = ",".join(KEYS),
     revision: Annotated[str, typer.Option(help="Git revision for the manifest where there is no checkout.")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="Parallel compilations.")] = os.cpu_count() or 1,
 ) -> None:
@@ -29,7 +30,7 @@ def build(
     from tk_serving.compile import ahead
 
     archs = _choices("--arch", arch, ARCHS)
-    models = _choices("--model", model, [*KEYS, "v3.2"])
+    models = _choices("--model", model, NAMES)
     models = list(dict.fromkeys("v3" if name == "v3.2" else name for name in models))  # V3.2 has V3's shapes
     if not environment.nvcc():
         raise typer.BadParameter(

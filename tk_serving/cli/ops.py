@@ -12,6 +12,8 @@ from rich.table import Table
 from tk_serving.compile.targets import ARCHS
 from tk_serving.operator import FAMILIES, Operator, operators
 
+PIPED_WIDTH = 200
+
 
 def row(op: Operator) -> dict[str, Any]:
     """One operator as plain data."""
@@ -39,7 +41,15 @@ def ops(
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    table = Table("operator", "phase", "kernels", "what it computes", box=None, header_style="bold")
+    console = Console()
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    table = Table(box=None, header_style="bold")
+    table.add_column("operator", no_wrap=True)
+    table.add_column("phase", no_wrap=True)
+    table.add_column("kernels", overflow="fold")
+    table.add_column("what it computes")
     for item in rows:
-        table.add_row(f"{item['family']}.{item['name']}", item["phase"], "\n".join(item["kernel"]), item["summary"])
-    Console().print(table)
+        kernels, summary = "\n".join(item["kernel"]), item["summary"].replace("``", "")
+        table.add_row(f"{item['family']}.{item['name']}", item["phase"], kernels, summary)
+    console.print(table)

@@ -107,7 +107,7 @@ def load_all(folder: pathlib.Path, arch: str) -> int:
 def _needed(models: Sequence[str], archs: Sequence[str]) -> list[tuple[Job, Launch]]:
     found: dict[str, tuple[Job, Launch]] = {}
     for op in operators():
-        wanted = [workload for workload in op.workloads if workload.model in models]
+        wanted = [workload for workload in (*op.workloads, *op.variants) if workload.model in models]
         for launch, label in op.shape_classes(wanted).items():
             for arch in archs:
                 name = cache.digest(launch, arch)
@@ -118,7 +118,7 @@ def _needed(models: Sequence[str], archs: Sequence[str]) -> list[tuple[Job, Laun
 def _launch(job: Job) -> Launch:
     """In a worker process: the launch that a job names."""
     op = find(job.operator)
-    for launch in op.shape_classes([workload for workload in op.workloads if workload.label == job.label]):
+    for launch in op.shape_classes([one for one in (*op.workloads, *op.variants) if one.label == job.label]):
         if cache.digest(launch, job.arch) == job.digest:
             return launch
     raise RuntimeError(f"{job.operator}: {job.launch} is no shape class of {job.label}")

@@ -15,7 +15,7 @@ from tk_serving.operator import Launch, Out
 MAX_MIXES = 32
 _UNIT = 32  # columns of the hidden dimension that one warp works on
 _MAX_WARPS = 16
-_SHARED_MEMORY = 226 * 1024
+_REGISTERS = 226 * 1024  # bytes of a multiprocessor's registers for a slice of the matrix and its sums
 
 
 def check(
@@ -57,7 +57,7 @@ def num_splits(size: int, mixes: int, n_splits: int) -> int:
     """Splits of the hidden dimension: at most ``n_splits``, unless a slice would not fit one multiprocessor."""
     units = size // _UNIT
     of_warp = -(-mixes // 8) * 4096 + 64 * (mixes + 1)
-    warps = min(-(-units // n_splits), _MAX_WARPS, _SHARED_MEMORY // of_warp)
+    warps = min(-(-units // n_splits), _MAX_WARPS, _REGISTERS // of_warp)
     return -(-units // warps)
 
 

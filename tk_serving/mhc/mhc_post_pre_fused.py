@@ -8,9 +8,9 @@ from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
 from tk_serving.mhc._fused import Step, UpdatedLayerInput
 from tk_serving.mhc._shapes import BF16, MULT
-from tk_serving.mhc.mhc_pre_fused import mhc_pre_fused, serving_form
+from tk_serving.mhc.mhc_pre_fused import engine_forms, mhc_pre_fused, serving_form
 from tk_serving.operator import Plan, Quantized, operator
-from tk_serving.workloads import Maker, serving
+from tk_serving.workloads import Maker, serving, variants
 
 _expect = Expect("mhc_post_pre_fused")
 
@@ -45,6 +45,7 @@ def _inputs(make: Maker, *, tokens: int, hidden: int, **form: object) -> tuple:
         {"tokens": 3, "hidden": 192, "splits": 2, "fmt": "e4m3", "npc": 32, "delayed": True, "first": True},
     ],
     workloads=serving(serving_form),
+    variants=variants(engine_forms),
     peers=["vllm", "sglang"],
 )
 def mhc_post_pre_fused(

@@ -9,7 +9,7 @@ from tk_serving.expect import Expect
 from tk_serving.mhc._fused import LayerInput, Step
 from tk_serving.mhc._shapes import BF16, MIXES, MULT
 from tk_serving.operator import Plan, Quantized, operator
-from tk_serving.workloads import Maker, Model, serving
+from tk_serving.workloads import Maker, Model, serving, variants
 
 _expect = Expect("mhc_pre_fused")
 
@@ -29,6 +29,7 @@ def _inputs(
     npc: int = 128,
     column_major: bool = False,
     packed: bool = False,
+    round_sf: bool = False,
     with_bf16: bool = False,
     delayed: bool = False,
     first: bool = False,
@@ -49,7 +50,7 @@ def _inputs(
         fmt,
         npc,
         column_major,
-        packed,
+        round_sf or packed,
         packed,
         with_bf16,
         delayed,
@@ -71,6 +72,17 @@ def serving_form(model: Model) -> dict | None:
         "with_bf16": True,
         "delayed": mx,
     }
+
+
+def engine_forms(model: Model) -> list[dict]:
+    """As engines on Hopper ask: with the norm alone, until a linear layer has said how it quantises its input."""
+    if not model.hc_mult:
+        return []
+    if model.quant_group == 32:
+        forms: tuple[dict, ...] = ({"delayed": True}, {"delayed": True, "first": True})
+    else:
+        forms = ({}, {"fmt": "e4m3", "column_major": True, "round_sf": True, "with_bf16": True})
+    return [{"hidden": model.hidden_size, **form} for form in forms]
 
 
 MIX, ROW, CODES, SCALES = Close(1e-3, 1e-3), Close(1e-2, 1e-2), Close(0.126, 2.0**-9), Close(1e-2, 0.0)
@@ -102,6 +114,7 @@ MIX, ROW, CODES, SCALES = Close(1e-3, 1e-3), Close(1e-2, 1e-2), Close(0.126, 2.0
         {"tokens": 5, "hidden": 192, "splits": 2, "fmt": "e4m3", "delayed": True, "with_bf16": True},
     ],
     workloads=serving(serving_form),
+    variants=variants(engine_forms),
     peers=["vllm", "sglang"],
 )
 def mhc_pre_fused(

@@ -64,7 +64,7 @@ def mhc_pre_norm_gemm(
         residual: bfloat16 [..., 4, H], contiguous, H a multiple of 64.
         mhc_fn: float32 [m, 4 H], contiguous, m at most 32.
         mhc_norm_weight: float32 [4 H], or None.
-        n_splits: upper bound of the number of parts s, as far as a part fits the shared memory. Changes last bits.
+        n_splits: upper bound of the number of parts s, as far as a part fits the registers. Changes last bits.
 
     Returns:
         float32 [s, T, m] and [s, T]. A row has the same bits in any batch.

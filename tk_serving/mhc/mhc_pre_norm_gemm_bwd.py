@@ -16,7 +16,8 @@ from tk_serving.workloads import Maker, serving
 
 _expect = Expect("mhc_pre_norm_gemm_bwd")
 _TOKENS_PER_PART = 256
-_MAX_PARTS = 16
+_COLUMNS = 256  # of a block
+_BLOCKS = 384  # what a device works on at a time
 
 
 def _plan(
@@ -29,8 +30,8 @@ def _plan(
     _expect.tensor("out_mul_grad", out_mul_grad, F32, (tokens, mixes))
     _expect.tensor("sqrsum_grad", sqrsum_grad, F32, (tokens,))
     _expect.same_device(residual=residual, out_mul_grad=out_mul_grad, sqrsum_grad=sqrsum_grad)
-    # The number of partial sums follows from the tokens alone, so that gradients do not depend on the device.
-    parts = min(-(-tokens // _TOKENS_PER_PART), _MAX_PARTS)
+    # The number of partial sums follows from the shape alone, so that gradients do not depend on the device.
+    parts = min(-(-tokens // _TOKENS_PER_PART), max(1, _BLOCKS * _COLUMNS // columns))
 
     def arguments(
         outs: Sequence[Tensor], residual: Tensor, fn: Tensor, norm_weight: Tensor | None, *grads: Tensor
@@ -78,7 +79,7 @@ def mhc_pre_norm_gemm_bwd(
 
     Args:
         residual, mhc_fn, mhc_norm_weight: the arguments of the forward pass.
-        out_mul_grad: float32 [T, m], TF32 values.
+        out_mul_grad: float32 [T, m]; rounded to TF32.
         sqrsum_grad: float32 [T].
 
     Returns:
@@ -87,6 +88,6 @@ def mhc_pre_norm_gemm_bwd(
         (see :func:`mhc_fn_normw_merge_bwd`).
     """
     fn = tf32(mhc_fn if mhc_norm_weight is None else mhc_fn * mhc_norm_weight)
-    x = wide(residual).reshape(-1, fn.shape[1])
-    residual_grad = out_mul_grad @ fn + 2.0 * x * sqrsum_grad.unsqueeze(-1)
-    return residual_grad.to(residual.dtype).view(residual.shape), out_mul_grad.T @ x
+    x, mul_grad = wide(residual).reshape(-1, fn.shape[1]), tf32(out_mul_grad)
+    residual_grad = mul_grad @ fn + 2.0 * x * sqrsum_grad.unsqueeze(-1)
+    return residual_grad.to(residual.dtype).view(residual.shape), mul_grad.T @ x

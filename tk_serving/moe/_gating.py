@@ -18,7 +18,7 @@ LOGITS = (torch.float32, torch.bfloat16)
 SCORING = ("sigmoid", "sqrtsoftplus", "softmax")
 LARGEST = torch.finfo(torch.float32).max
 TINY = 1e-20
-MAX_SPREAD_TOKENS = 512
+MAX_SPREAD_TOKENS = 768
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
+from tk_serving.layout import WORD
 from tk_serving.moe import _contents, _fused
 from tk_serving.operator import Launch, Out, Plan, operator
 from tk_serving.workloads import Maker
@@ -19,13 +20,23 @@ def _plan(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor, zero_padd
     tokens, hidden = x.shape
     topk, rows = _fused.check_mapping(_expect, tokens, token_topk_to_pos, pos_to_expert)
     _expect.same_device(x=x, token_topk_to_pos=token_topk_to_pos, pos_to_expert=pos_to_expert)
-    config = {"hidden": hidden, "itemsize": x.dtype.itemsize, "num_topk": topk, "sf_columns": 0, "sourced": False}
+    units, itemsize = _units(x)
+    config = {"hidden": units, "itemsize": itemsize, "num_topk": topk, "sf_columns": 0, "sourced": False}
     launch = Launch("moe.expand_to_fused", {**config, "zero_padding": zero_padding}, _arguments)
     return Plan((Out((rows, hidden), x.dtype),), (launch,) if tokens and rows else ())
 
 
+def _units(x: Tensor) -> tuple[int, int]:
+    """What a row is copied as: number and bytes of its units.
+
+    Rows of whole 16-byte words are bytes: of 16-bit elements the compiler splits the words when it writes them.
+    """
+    size = x.shape[1] * x.dtype.itemsize
+    return (size, 1) if size % WORD == 0 else (x.shape[1], x.dtype.itemsize)
+
+
 def _arguments(out: Sequence[Tensor], x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor, _: bool) -> tuple:
-    integer = _fused.INTEGERS[x.dtype.itemsize]
+    integer = _fused.INTEGERS[_units(x)[1]]
     return (
         *(x.view(integer), token_topk_to_pos, pos_to_expert, None),
         *(out[0].view(integer), None, None, _fused.is_wide(x, out[0]), 0),

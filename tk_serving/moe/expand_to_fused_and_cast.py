@@ -13,7 +13,7 @@ from tk_serving.moe.expand_to_fused_with_sf import expand_to_fused_with_sf
 from tk_serving.operator import Launch, Out, Plan, Quantized, operator
 from tk_serving.quant import casting, samples, scales
 from tk_serving.quant.per_token_cast import per_token_cast
-from tk_serving.workloads import Maker
+from tk_serving.workloads import Maker, Model, variants
 
 FORMATS = ("e4m3", "e2m1")
 
@@ -122,6 +122,14 @@ def _inputs(
     return x, fmt, npc, *positions, column_major, round_sf, packed, zero_padding
 
 
+def _engine_forms(model: Model) -> list[dict]:
+    """V4's experts in FP8 on Hopper: scales are powers of two."""
+    if not model.hc_mult or model.quant_group == 32:
+        return []
+    sizes = {"hidden": model.hidden_size, "topk": model.num_experts_per_tok, "experts": model.n_routed_experts}
+    return [{**sizes, "alignment": 128, "round_sf": True, "zero_padding": False}]
+
+
 @operator(
     spec="operators.md P1 followed by P27",
     phase="inference",
@@ -153,6 +161,7 @@ def _inputs(
             "npc": m.quant_group,
         }
     ),
+    variants=variants(_engine_forms),
     peers=["vllm"],
 )
 def expand_to_fused_and_cast(

@@ -1,6 +1,7 @@
 """Quantised rows of tokens copied to their positions in the expert-major layout, with their scales."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,8 +44,11 @@ def _plan(
     launches: tuple[Launch, ...]
     scratch: tuple[Out, ...] = ()
     if _fused.gathers_sf(tokens, use_tma_aligned_col_major_sf):
-        scattering = Launch("moe.expand_to_fused", {**config, "sf_columns": 0, "sourced": True}, _arguments)
-        launches = (scattering, _fused.gather_sf(columns, 2, _sf_and_experts))
+        sources = Launch("moe.expand_to_fused:sources", {"num_topk": topk}, _arguments_of_sources)
+        launches = (
+            sources,
+            Launch("moe.expand_to_fused", {**config, "sf_columns": columns, "sourced": True}, _arguments),
+        )
         scratch = (Out((rows,), torch.int32),)
     else:
         launches = (Launch("moe.expand_to_fused", {**config, "sf_columns": columns, "sourced": False}, _arguments),)
@@ -62,18 +66,16 @@ def _arguments(
     _: bool,
 ) -> tuple:
     integer = _fused.INTEGERS[x[0].dtype.itemsize]
-    gathered = _fused.gathers_sf(len(x[0]), column_major)
+    token_of = out[2] if _fused.gathers_sf(len(x[0]), column_major) else None
     return (
-        *(x[0].view(integer), token_topk_to_pos, pos_to_expert, None if gathered else x[1].view(torch.int32)),
-        *(out[0].view(integer), None if gathered else _fused.sf_words(out[1], column_major)),
-        *(out[2] if gathered else None, _fused.is_wide(x[0], out[0]), int(column_major)),
+        *(x[0].view(integer), token_topk_to_pos, pos_to_expert, x[1].view(torch.int32)),
+        *(out[0].view(integer), _fused.sf_words(out[1], column_major)),
+        *(token_of, _fused.is_wide(x[0], out[0]), int(column_major)),
     )
 
 
-def _sf_and_experts(
-    out: Sequence[Tensor], x: Quantized, num_per_channels: int, positions: Tensor, pos_to_expert: Tensor, *_: bool
-) -> tuple[Tensor, Tensor]:
-    return x[1].view(torch.int32), pos_to_expert
+def _arguments_of_sources(out: Sequence[Tensor], x: Quantized, npc: int, positions: Tensor, *_: Any) -> tuple:
+    return positions, out[2]
 
 
 def _verify(x: Quantized, num_per_channels: int, token_topk_to_pos: Tensor, pos_to_expert: Tensor, *_: bool) -> None:

@@ -18,7 +18,7 @@ CHUNK = 256  # pairs of a block, or a multiple
 SECTION = 8  # chunks
 MAX_SECTIONS = 256  # every block reads the counts of all
 ROWS_PER_BLOCK = 2048  # to fill with padding
-EXPERTS_PER_BLOCK = 16  # whose regions a block pads: two for each of its warps
+EXPERTS_PER_BLOCK = 8  # whose regions a block pads: one for each of its warps
 MAX_BLOCKS = 1024
 
 _expect = Expect("get_fused_mapping")

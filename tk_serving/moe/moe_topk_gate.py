@@ -9,7 +9,7 @@ from torch import Tensor
 from tk_serving.expect import Expect, short
 from tk_serving.moe import _contents, _gating
 from tk_serving.operator import Existing, Launch, Out, Plan, Quantized, operator
-from tk_serving.workloads import Maker, serving
+from tk_serving.workloads import Maker, Model, serving, variants
 
 _expect = Expect("moe_topk_gate")
 
@@ -240,6 +240,15 @@ def _inputs(
     )
 
 
+def _engine_forms(model: Model) -> list[dict]:
+    """By score and bias, and by a table of token ids; with and without padding rows to leave out."""
+    if model.scoring_func != "sqrtsoftplus":
+        return []
+    sizes = {"experts": model.n_routed_experts, "topk": model.num_experts_per_tok, "int32_ids": True}
+    table = {"biased": False, "vocabulary": model.vocab_size, "table_dtype": torch.int32}
+    return [{**sizes, **form, "masked": masked} for form in ({}, table) for masked in (False, True)]
+
+
 @operator(
     spec="operators.md A1",
     phase="inference",
@@ -315,6 +324,7 @@ def _inputs(
             "factor": m.routed_scaling_factor,
         }
     ),
+    variants=variants(_engine_forms),
     peers=["vllm", "sglang", "tile_kernels"],
 )
 def moe_topk_gate(

@@ -9,7 +9,7 @@ from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
 from tk_serving.moe import _combining, _contents, _fused
 from tk_serving.operator import Plan, Quantized, operator
-from tk_serving.workloads import Maker, serving
+from tk_serving.workloads import Maker, serving, variants
 
 _expect = Expect("reduce_fused")
 
@@ -122,6 +122,9 @@ def _inputs(
             "experts": m.n_routed_experts,
             "alignment": 128,
         }
+    ),
+    variants=variants(  # behind experts whose second product has applied the weights
+        lambda m: [{"hidden": m.hidden_size, "topk": m.num_experts_per_tok, "weighted": False}]
     ),
     peers=["vllm", "sglang"],
 )

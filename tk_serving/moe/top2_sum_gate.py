@@ -10,7 +10,7 @@ from tk_serving.expect import Expect, short
 from tk_serving.moe import _gating
 from tk_serving.moe.mask_indices_by_tp import mask_indices_by_tp
 from tk_serving.operator import Launch, Out, Plan, operator
-from tk_serving.workloads import Maker, serving
+from tk_serving.workloads import Maker, Model, serving, variants
 
 _expect = Expect("top2_sum_gate")
 
@@ -196,6 +196,15 @@ def _inputs(
     )
 
 
+def _engine_forms(model: Model) -> list[dict]:
+    """For models with groups: either dtype of logits, with and without padding rows to leave out."""
+    if not model.n_group:
+        return []
+    sizes = {"experts": model.n_routed_experts, "topk": model.num_experts_per_tok, "groups": model.n_group}
+    fixed = {**sizes, "kept": model.topk_group, "scoring": model.scoring_func, "int32_ids": True}
+    return [{**fixed, "bf16": bf16, "masked": masked} for bf16 in (False, True) for masked in (False, True)]
+
+
 @operator(
     spec="operators.md P19",
     phase="inference",
@@ -254,6 +263,7 @@ def _inputs(
             "factor": m.routed_scaling_factor,
         }
     ),
+    variants=variants(_engine_forms),
     peers=["vllm", "sglang"],
 )
 def top2_sum_gate(

@@ -30,7 +30,7 @@ def _plan(
         casting.check_given(_expect, "out", out, result)
     _expect.same_device(x=x, out=out)
     given = (weight, residual, residual_out, out)
-    config = norms.config(x, *given) | {
+    config = norms.forward_config(x, *given) | {
         "weight": weight is not None,
         "residual": residual is not None,
         "with_rstd": with_rstd,

@@ -60,7 +60,7 @@ def _plan(
         x=x, out_bf16=out_bf16, mega_moe_sf=mega_moe_sf, **({"out[0]": out[0], "out[1]": out[1]} if out else {})
     )
     given = (weight, residual, residual_out, out_bf16, *(out or ())[:1])
-    config = norms.config(x, *given) | {
+    config = norms.forward_config(x, *given) | {
         "weight": weight is not None,
         "residual": residual is not None,
         "with_rstd": with_rstd,

@@ -46,6 +46,11 @@ def config(x: Tensor, *tensors: Tensor | None) -> dict[str, Any]:
     return {"x": short(x.dtype), "warps": sums.warps(x.shape[-1]), "aligned": aligned(x, *tensors)}
 
 
+def forward_config(x: Tensor, *tensors: Tensor | None) -> dict[str, Any]:
+    """With ``whole``: the row fills the tiles of its warps."""
+    return config(x, *tensors) | {"whole": x.shape[-1] % sums.TILE == 0}
+
+
 def launches(
     kernel: str,
     config: dict[str, Any],

@@ -9,7 +9,7 @@ from tk_serving.expect import Expect
 from tk_serving.operator import Existing, Plan, Quantized, operator
 from tk_serving.quant import casting, rand, samples, scales
 from tk_serving.quant.formats import FORMATS
-from tk_serving.workloads import serving
+from tk_serving.workloads import Model, serving, variants
 
 _expect = Expect("per_token_cast")
 _PACKED = {"column_major": True, "round_sf": True, "packed": True}
@@ -51,6 +51,14 @@ def _plan(
 
 def _finish(results: Quantized, *args: Any) -> Quantized:
     return results if args[-1] is None else args[-1]
+
+
+def _engine_forms(model: Model) -> list[dict[str, object]]:
+    """On Hopper: powers of two for V4's linear layers; rows of scales for the Triton experts of V3."""
+    if model.quant_group == 32:
+        return []
+    v4 = model.hc_mult > 0
+    return [{**samples.activations(model), "column_major": v4, "round_sf": v4}]
 
 
 @operator(
@@ -110,6 +118,7 @@ def _finish(results: Quantized, *args: Any) -> Quantized:
         {"tokens": 5, "hidden": 520, "fmt": "e5m6", "npc": 520, "values": "special", "stochastic": True},
     ],
     workloads=serving(samples.activations),
+    variants=variants(_engine_forms),
     peers=["vllm", "sglang", "deepgemm", "tile_kernels"],
 )
 def per_token_cast(

@@ -8,7 +8,7 @@ from tk_serving.expect import Expect
 from tk_serving.operator import Plan, Quantized, operator
 from tk_serving.quant import casting, gating, scales
 from tk_serving.quant.formats import FORMATS
-from tk_serving.workloads import Maker, Model, serving
+from tk_serving.workloads import Maker, Model, serving, variants
 
 GROUPS = (32, 64, 128)
 
@@ -114,6 +114,16 @@ def _serving(model: Model) -> dict[str, object]:
     }
 
 
+def _engine_forms(model: Model) -> list[dict[str, object]]:
+    """On Hopper: without weights; as V4's shared experts and routed ones in FP8, or V3's behind either product."""
+    if model.quant_group == 32:
+        return []
+    v4 = model.hc_mult > 0
+    rows: dict[str, object] = {"hidden": model.moe_intermediate_size, "npc": model.quant_group}
+    rows |= {"clamp": model.swiglu_limit, "column_major": v4, "round_sf": v4}
+    return [rows, {**rows, "experts": True, "column_major": True, "zero_padding": False}]
+
+
 @operator(
     spec="operators.md P13",
     phase="inference",
@@ -159,6 +169,7 @@ def _serving(model: Model) -> dict[str, object]:
         {"tokens": 5, "hidden": 1280, "npc": 1280, "experts": True, "zero_padding": False},
     ],
     workloads=serving(_serving),
+    variants=variants(_engine_forms),
     peers=["vllm", "sglang", "tile_kernels"],
 )
 def swiglu_forward_and_per_token_cast(

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tk_serving.plan import Launch, Out, Plan
+from tk_serving.plan import Given, Launch, Out, Plan
 from tk_serving.simulator.errors import SimulationError
 from tk_serving.simulator.kernel import Kernel, Options, lock
 
@@ -69,7 +69,11 @@ def run(plan: Plan, buffers: Sequence[Tensor | None], args: tuple) -> None:
     if _options.poison:
         for buffer, _ in allocated:
             poison(buffer)
-    whole = [buffer for buffer, slot in allocated if slot.storage is not None]
+    whole = [
+        buffer
+        for buffer, slot in zip(buffers, slots, strict=True)
+        if buffer is not None and isinstance(slot, (Out, Given)) and slot.storage is not None
+    ]
     for launch in plan.launches:
         load(launch)(*launch.arguments(buffers, *args), options=_options, whole=whole)
 

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import importlib.metadata
 import os
 import re
 import shutil
@@ -130,11 +131,13 @@ def write(file: Path, text: str) -> None:
 
 @functools.cache
 def _environment() -> str:
-    """Digest of what every build depends on besides its own source."""
+    """Digest of what every build depends on besides its own source: contents, not places, so that checkouts share."""
     compiler = subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout.split("\n")[0]
     sources = [p.read_bytes() for p in sorted(RUNTIME.iterdir())] + [Path(ptx.__file__).read_bytes()]
-    includes = " ".join(map(str, (*cuda_includes(), *_cuda_version(), tilelang_root())))
-    return digest(compiler, tilelang_version(), " ".join(_CXX_FLAGS), includes, *sources)
+    headers = sorted(cuda_includes()[0].glob("cuda*.h*"))
+    sources += [part for header in headers for part in (header.name.encode(), header.read_bytes())]
+    versions = [tilelang_version(), importlib.metadata.version("apache-tvm-ffi")]
+    return digest(compiler, *versions, " ".join(_CXX_FLAGS), *sources)
 
 
 def run(command: Sequence[str | Path]) -> subprocess.Popen[str]:

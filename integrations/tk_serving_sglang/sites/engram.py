@@ -50,7 +50,7 @@ def _engram_gate(original: Callable[..., Any]) -> Callable[..., Any]:
             mask = input_ids == image_token_id
         call = (x, key.unflatten(-1, (streams, size)), value, _product(q_weight, k_weight), float(eps))
         options: dict[str, Any] = {"save_for_backward": False, "image_token_mask": mask}
-        if not runs(_GATE, engram_gate_fwd, *call, float(clamp_value), **options):
+        if not runs("engram-gate", _GATE, engram_gate_fwd, *call, float(clamp_value), **options):
             return original(x, kv, q_weight, k_weight, eps, clamp_value, input_ids, image_token_id)
         return engram_gate_fwd(*call, float(clamp_value), **options)[0]
 
@@ -79,7 +79,7 @@ def _compute_hash_ids(original: Callable[..., Any]) -> Callable[..., Any]:
         reason = "tables of more than 2^31 rows" if sizes is None or starts is None else None
         window = torch.where(blocked, pad_id, token_map[tokens]).to(torch.int32).contiguous()
         call = (window, multipliers, sizes if reason is None else primes, starts if reason is None else offsets)
-        if not runs(_HASH, engram_hash, *call, reason=reason):
+        if not runs("engram-hash", _HASH, engram_hash, *call, reason=reason):
             return original(tokens, blocked, pad_id, token_map, multipliers, primes, offsets)
         return engram_hash(*call).transpose(0, 1).long()
 

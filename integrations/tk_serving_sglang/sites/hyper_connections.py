@@ -53,7 +53,7 @@ def _pre(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor, Tensor]:
         gates = (hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat)
         call, options = (residual, fn, *gates, _SPLITS), _norm(norm_weight, norm_eps)
-        if not runs(_PRE, mhc_pre_fused, *call, reason=symmetric(), **options):
+        if not runs("mhc-pre", _PRE, mhc_pre_fused, *call, reason=symmetric(), **options):
             return original(residual, fn, *gates, n_splits, n_splits_pre, norm_weight=norm_weight, norm_eps=norm_eps)
         post, comb, x, _, _ = mhc_pre_fused(*call, **options)
         return post, comb, x
@@ -66,7 +66,7 @@ def _post(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def mhc_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor) -> Tensor:
         call = (x, residual, post_layer_mix.reshape(*residual.shape[:-1], 1), comb_res_mix)
-        if not runs(_POST, post_operator, *call):
+        if not runs("mhc-post", _POST, post_operator, *call):
             return original(x, residual, post_layer_mix, comb_res_mix)
         return post_operator(*call)
 
@@ -98,7 +98,7 @@ def _post_pre(original: Callable[..., Any]) -> Callable[..., Any]:
         gates = (hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat)
         mixes = (post_layer_mix.reshape(*residual.shape[:-1], 1), comb_res_mix)
         call, options = (x, residual, *mixes, fn, *gates, _SPLITS), _norm(norm_weight, norm_eps)
-        if not runs(_POST_PRE, mhc_post_pre_fused, *call, reason=symmetric(), **options):
+        if not runs("mhc-post-pre", _POST_PRE, mhc_post_pre_fused, *call, reason=symmetric(), **options):
             given = (x, residual, post_layer_mix, comb_res_mix, fn, *gates, n_splits, tile_n)
             return original(*given, norm_weight=norm_weight, norm_eps=norm_eps)
         updated, post, comb, layer_input, _, _ = mhc_post_pre_fused(*call, **options)
@@ -114,7 +114,7 @@ def _split_sinkhorn(original: Callable[..., Any]) -> Callable[..., Any]:
         mixes: Tensor, hc_scale: Tensor, hc_base: Tensor, hc_mult: int = 4, sinkhorn_iters: int = 20, eps: float = 1e-6
     ) -> tuple[Tensor, Tensor, Tensor]:
         call = (mixes.contiguous(), hc_scale, hc_base, hc_mult, _POST_FACTOR, eps)
-        if not runs(_SINKHORN, mhc_pre_split_mixes, *call):
+        if not runs("mhc-sinkhorn", _SINKHORN, mhc_pre_split_mixes, *call):
             return original(mixes, hc_scale, hc_base, hc_mult, sinkhorn_iters, eps)
         pre, post, comb = mhc_pre_split_mixes(*call)
         return pre.squeeze(-1), post.squeeze(-1), sinkhorn_normalize(comb, sinkhorn_iters, eps)
@@ -130,7 +130,7 @@ def _combine(original: Callable[..., Any]) -> Callable[..., Any]:
         if out_dtype != torch.bfloat16 or not x_flat.is_contiguous():
             reason = f"dtype {out_dtype}" if out_dtype != torch.bfloat16 else "tensors with gaps"
         call = (x_flat.reshape(x_flat.shape[0], hc, -1), pre.float().reshape(-1, hc, 1).contiguous())
-        if not runs(_COMBINE, mhc_pre_apply_mix, *call, reason=reason):
+        if not runs("mhc-combine", _COMBINE, mhc_pre_apply_mix, *call, reason=reason):
             return original(x_flat, pre, hc, out_dtype)
         return mhc_pre_apply_mix(*call)
 
@@ -141,7 +141,7 @@ def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
     """The embedding as the first streams."""
 
     def hc_broadcast(x: Tensor, hc_mult: int) -> Tensor:
-        if not runs(_BROADCAST, expand_to_mhc, x, hc_mult):
+        if not runs("mhc-broadcast", _BROADCAST, expand_to_mhc, x, hc_mult):
             return original(x, hc_mult)
         return expand_to_mhc(x, hc_mult)
 
@@ -155,7 +155,7 @@ def _head(original: Callable[..., Any]) -> Callable[..., Any]:
         x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, norm_eps: float, hc_eps: float
     ) -> Tensor:
         call = (x, hc_fn, hc_scale.reshape(1), hc_base, norm_eps, hc_eps, _SPLITS)
-        if not runs(_HEAD, mhc_head_fused, *call):
+        if not runs("mhc-head", _HEAD, mhc_head_fused, *call):
             return original(x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps)
         return mhc_head_fused(*call)
 

@@ -61,7 +61,7 @@ def _per_token_group_quant(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(options, str):
             if fuse_silu_and_mul:
                 options["sf_clamp_min"] = eps
-            reason = refusal(function, *call, **options)
+            reason = refusal("quant", function, *call, **options)
         if reason is None and not isinstance(options, str):
             if output_q is None and output_s is None:
                 return function(*call, **options)

@@ -47,12 +47,10 @@ def _ep_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         function: Any = expand_to_fused_with_sf if quantised else expand_to_fused
         x: tuple[Any, ...] = ((recv_x, recv_x_scale), quant_block_size) if quantised else (recv_x,)
         layout = (column_major,) if quantised else ()
-        if reason is None and column_major and rows % 4:
-            reason = "padding rows of scales that SGLang allocated"
         if reason is None and (m_indices.shape[0] != rows or output_index.dtype != torch.int32):
             reason = "positions of another form"
-        reason = reason or refusal(get_fused_mapping, *mapping)
-        reason = reason or refusal(function, *x, output_index, m_indices, *layout)
+        reason = reason or refusal("routed-experts-scatter", get_fused_mapping, *mapping)
+        reason = reason or refusal("routed-experts-scatter", function, *x, output_index, m_indices, *layout)
         if reason is not None:
             left_to_engine(_SCATTER, reason)
             original(
@@ -98,7 +96,7 @@ def _post_reorder(original: Callable[..., Any]) -> Callable[..., Any]:
             weights = weights * routed_scaling_factor
         reason = "a LoRA" if lora_delta is not None else None
         call = (down_output.view(-1, hidden_size), weights.contiguous(), src2dst.view(num_tokens, topk))
-        if runs(_REDUCE, reduce_fused, *call, reason=reason, tokens=num_tokens, out=output):
+        if runs("routed-experts-reduce", _REDUCE, reduce_fused, *call, reason=reason, tokens=num_tokens, out=output):
             reduce_fused(*call, out=output)
             return
         original(
@@ -123,7 +121,8 @@ SITES = (
     Site(
         name="routed-experts-scatter",
         operators=_SCATTER,
-        patches=(Function(f"{_KERNELS}:ep_scatter", _ep_scatter),),
+        # SGLang places the rows of an expert in the order in which its atomics come: nothing to compare with.
+        patches=(Function(f"{_KERNELS}:ep_scatter", _ep_scatter, comparable=False),),
         why="Rows of an expert in the order of their tokens, run after run the same; padding rows are zeros.",
         how="One stable mapping instead of atomic counters; takes contiguous layouts, quantised or not. Masked layouts "
         "(small batches) stay with SGLang.",

@@ -42,7 +42,7 @@ def _moe_combine_topk(original: Callable[..., Any]) -> Callable[..., Any]:
                 reason = "the table of positions cannot grow during graph capture"
             else:
                 call = (intermediate_cache3.view(tokens * topk, -1), weights, positions)
-                reason = refusal(reduce_fused, *call, tokens=tokens, out=out_hidden_states)
+                reason = refusal("routed-experts-triton", reduce_fused, *call, tokens=tokens, out=out_hidden_states)
         if reason is None:
             reduce_fused(*call, out=out_hidden_states)
             return out_hidden_states

@@ -64,7 +64,7 @@ def _biased_grouped_topk(original: Callable[..., Any]) -> Callable[..., Any]:
                 1,
                 "sigmoid",
             )
-            reason = refusal(top2_sum_gate, *gate)
+            reason = refusal("routing", top2_sum_gate, *gate)
         if reason is not None:
             left_to_engine(_BIASED, reason)
             return original(
@@ -117,8 +117,8 @@ def _grouped_topk(original: Callable[..., Any]) -> Callable[..., Any]:
         else:
             like = torch.empty(tokens, experts, device="meta")
             device = gating_output.device
-            reason = refusal(topk_gate, like, topk, device=device) or refusal(
-                topk_sum_and_topk_group_idx, like.view(tokens, groups, -1), 1, kept, device=device
+            reason = refusal("routing-grouped", topk_gate, like, topk, device=device) or refusal(
+                "routing-grouped", topk_sum_and_topk_group_idx, like.view(tokens, groups, -1), 1, kept, device=device
             )
         if reason is not None:
             left_to_engine(_GROUPED, reason)
@@ -202,7 +202,7 @@ def _biased_topk(original: Callable[..., Any]) -> Callable[..., Any]:
                 _is_token(gating_output.shape[0], num_token_non_padded, gating_output.device),
                 float_of(correction_bias),
             )
-            reason = refusal(moe_topk_gate, *gate)
+            reason = refusal("routing-scores", moe_topk_gate, *gate)
         if reason is not None:
             left_to_engine(_SCORED, reason)
             return original(
@@ -244,7 +244,7 @@ def _hash_topk(original: Callable[..., Any]) -> Callable[..., Any]:
         reason = "shared experts with another weight than 1" if shared and routed_scaling_factor != 1.0 else None
         options = {"hash_table": tid2eid, "token_ids": input_ids}
         call = (router_logits.float().contiguous(), tid2eid.shape[1], shared > 0, shared, 1.0, 0, scoring_func)
-        if not runs(_SCORED, moe_topk_gate, *call, reason=reason, **options):
+        if not runs("routing-hash", _SCORED, moe_topk_gate, *call, reason=reason, **options):
             return original(
                 router_logits,
                 input_ids,
@@ -259,13 +259,20 @@ def _hash_topk(original: Callable[..., Any]) -> Callable[..., Any]:
     return hash_topk
 
 
+def _by_id(result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Weights and ids with the experts of a token in the order of their ids: both sides choose in another order."""
+    weights, ids = result
+    ids, order = ids.sort(dim=-1)
+    return weights.gather(-1, order), ids
+
+
 _UNTIL = "SGLang's registry of kernels dispatches routing."
 
 SITES = (
     Site(
         name="routing",
         operators=_BIASED,
-        patches=(Function(f"{_TOPK}:biased_grouped_topk", _biased_grouped_topk),),
+        patches=(Function(f"{_TOPK}:biased_grouped_topk", _biased_grouped_topk, in_order=_by_id),),
         why="One launch for scores, groups, top-k, normalisation, scaling and shared experts, for any expert count.",
         how="Takes routers with one bias and normalised weights (V3). What SGLang does with the ids afterwards "
         "(placement, padding, recording) stays.",
@@ -275,7 +282,7 @@ SITES = (
     Site(
         name="routing-grouped",
         operators=_GROUPED,
-        patches=(Function(f"{_TOPK}:grouped_topk", _grouped_topk),),
+        patches=(Function(f"{_TOPK}:grouped_topk", _grouped_topk, in_order=_by_id),),
         why="The choice of groups and experts in one launch each; ties go to the lower expert on every device.",
         how="Takes softmax and sigmoid routers without a bias (V2); shared experts in random slots stay with SGLang.",
         until=_UNTIL,
@@ -284,7 +291,7 @@ SITES = (
     Site(
         name="routing-scores",
         operators=_SCORED,
-        patches=(Function(f"{_TOPK}:biased_topk_jit_kernel_impl", _biased_topk),),
+        patches=(Function(f"{_TOPK}:biased_topk_jit_kernel_impl", _biased_topk, in_order=_by_id),),
         why="Scores, top-k, normalisation, scaling and the mask of padding rows in one launch.",
         how="Takes sqrtsoftplus and sigmoid routers with a bias and normalised weights (V4). Packed ids for another "
         "kernel's experts stay with SGLang; a NaN ranks last, where SGLang's log1p form ranks it first.",
@@ -294,7 +301,7 @@ SITES = (
     Site(
         name="routing-hash",
         operators=_SCORED,
-        patches=(Function("sglang.kernels.ops.moe.dsv4:hash_topk", _hash_topk),),
+        patches=(Function("sglang.kernels.ops.moe.dsv4:hash_topk", _hash_topk, in_order=_by_id),),
         why="The table, the scores of its experts and their normalisation in one launch.",
         how="Takes layers without shared experts among the routed ones, or with a scaling factor of 1.",
         until=_UNTIL,

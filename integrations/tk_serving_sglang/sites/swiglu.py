@@ -27,13 +27,15 @@ def _unsupported(input: Tensor, out: Tensor | None) -> str | None:
     return None
 
 
-def _plain(input: Tensor, out: Tensor | None, reason: str | None, limit: float | None = None) -> Tensor | None:
+def _plain(
+    input: Tensor, out: Tensor | None, reason: str | None, limit: float | None = None, site: str = "swiglu"
+) -> Tensor | None:
     """The result, or None where SGLang's code has to run."""
     reason = reason or _unsupported(input, out)
     width = input.shape[-1]
     rows = input.view(-1, width) if reason is None else input
     form = FORMATS.get(input.dtype, "bf16")
-    if not runs(_PLAIN, swiglu_forward, rows, form, clamp_value=limit, reason=reason):
+    if not runs(site, _PLAIN, swiglu_forward, rows, form, clamp_value=limit, reason=reason):
         return None
     if out is None:
         return swiglu_forward(rows, form, clamp_value=limit).view(*input.shape[:-1], width // 2)
@@ -75,7 +77,7 @@ def _silu_and_mul_clamp(original: Callable[..., Any]) -> Callable[..., Any]:
     """For V4: the gate bounded above, the other half on both sides."""
 
     def silu_and_mul_clamp(input: Tensor, output: Tensor, swiglu_limit: float) -> None:
-        if _plain(input, output, None, float(swiglu_limit)) is None:
+        if _plain(input, output, None, float(swiglu_limit), "swiglu-clamp") is None:
             original(input, output, swiglu_limit)
 
     return silu_and_mul_clamp
@@ -99,14 +101,11 @@ def _contig_post_quant(original: Callable[..., Any]) -> Callable[..., Any]:
         call = (input, "e4m3", quant_group_size)
         if not isinstance(options, str):
             options |= {"swiglu_clamp_value": swiglu_limit, "sf_clamp_min": _SMALLEST_MAXIMUM}
-            rows = -(-input.shape[0] // 4) * 4
-            if reason is None and "use_tma_aligned_col_major_sf" in options and rows != input.shape[0]:
-                reason = "padding rows of scales that SGLang allocated"
-            if runs(_QUANTISED, swiglu_forward_and_per_token_cast, *call, reason=reason, **options):
+            if runs("swiglu-quant", _QUANTISED, swiglu_forward_and_per_token_cast, *call, reason=reason, **options):
                 swiglu_forward_and_per_token_cast.operator.into([output, output_scale], *call, **options)
                 return
         else:
-            runs(_QUANTISED, swiglu_forward_and_per_token_cast, *call, reason=reason)
+            runs("swiglu-quant", _QUANTISED, swiglu_forward_and_per_token_cast, *call, reason=reason)
         original(input, output, output_scale, quant_group_size, scale_ue8m0, transposed, swiglu_limit, swizzle=swizzle)
 
     return silu_and_mul_contig_post_quant

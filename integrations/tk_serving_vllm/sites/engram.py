@@ -10,7 +10,7 @@ from torch import Tensor
 from tk_serving.engram.engram_gate_fwd import engram_gate_fwd
 from tk_serving.engram.fused_weight import fused_weight
 from tk_serving_patches import Function, Site
-from tk_serving_vllm.sites._calls import left_to_engine, on, runs
+from tk_serving_vllm.sites._calls import left_to_engine, offer, on
 
 _OPERATORS = ("fused_weight", "engram_gate_fwd")
 _ENGRAM = "vllm.models.deepseek_v41.common.engram:Engram"
@@ -48,9 +48,8 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
             False,
         )
         options: dict[str, Any] = {"image_token_mask": None if token_mask is None else ~token_mask}
-        if not runs("engram-gate", tokens, engram_gate_fwd, *call, **options):
-            return original(_Projected(self, kv), hidden_states, hash_ids, token_mask)
-        return engram_gate_fwd(*call, **options)[0]
+        run = offer("engram-gate", tokens, engram_gate_fwd, *call, **options)
+        return original(_Projected(self, kv), hidden_states, hash_ids, token_mask) if run is None else run()[0]
 
     return forward
 

@@ -16,7 +16,7 @@ from tk_serving.modeling.fp8_experts import Fp4Weights, Layer, Layers, Policy, a
 from tk_serving.modeling.fp8_experts.chain import OPERATORS, calls
 from tk_serving.operator import Quantized
 from tk_serving_patches import Function, Site
-from tk_serving_vllm.sites._calls import left_to_engine, on, refusal
+from tk_serving_vllm.sites._calls import left_to_engine, local_ids, on, refusal
 
 _SMALLEST_MAXIMUM = 1e-10  # vLLM's lower bound for the maximum of a group
 _MARLIN = "vllm.model_executor.layers.fused_moe.experts.marlin_moe"
@@ -140,7 +140,8 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
         elif self._uses_post_gemm2_hook(tokens):
             reason = "a hook behind the second product"
         else:
-            reason = _decide(state, tokens, topk, global_num_experts, hidden_states, self.activation_config.clamp_limit)
+            limit = self.activation_config.clamp_limit
+            reason = _decide(state, topk_ids, global_num_experts, hidden_states, limit)
         if reason is not None or isinstance(state, str):
             left_to_engine(OPERATORS, reason or "")
             return original(
@@ -162,9 +163,7 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
                 apply_router_weight_on_input,
             )
 
-        ids = topk_ids.long()
-        if expert_map is not None:  # experts of other ranks become -1
-            ids = torch.where(ids < 0, ids, expert_map.long()[ids.clamp(min=0)])
+        ids = local_ids(topk_ids, expert_map)
         total, limit = state.total(global_num_experts), self.activation_config.clamp_limit
         if not (state.layers.warm or (ids.is_cuda and torch.cuda.is_current_stream_capturing())):
             # The first step is the profiling run, with as many tokens as there ever are: later ones find kernels built.
@@ -202,15 +201,15 @@ def _policy() -> Policy:
     return Policy(settings.experts, settings.experts_min_tokens)
 
 
-def _decide(
-    state: _Taken, tokens: int, topk: int, global_num_experts: int, x: Tensor, limit: float | None
-) -> str | None:
+def _decide(state: _Taken, topk_ids: Tensor, global_num_experts: int, x: Tensor, limit: float | None) -> str | None:
     policy, total = _policy(), state.total(global_num_experts)
+    tokens, topk = topk_ids.shape
     if not policy.takes(tokens, topk, total):
         return f"fewer than {policy.threshold(topk, total)} tokens"
     experts, width, hidden = state.layer.fp4.shape
     rows = alignment(tokens, topk, total)
-    return _refusal(x.device, tokens, topk, experts, width, hidden, x.dtype, rows, limit, _SMALLEST_MAXIMUM)
+    ids = torch.int32 if topk_ids.dtype == torch.int32 else torch.int64
+    return _refusal(x.device, tokens, topk, experts, width, hidden, x.dtype, rows, limit, _SMALLEST_MAXIMUM, ids)
 
 
 def _not_hopper() -> str | None:
@@ -231,8 +230,13 @@ SITES = (
         name="fp4-experts",
         operators=OPERATORS,
         patches=(
-            Function(f"{_METHOD}._build_moe_kernel", _build_moe_kernel, relies_on=_REPACKING),
-            Function(f"{_MARLIN}:MarlinExperts.apply", _apply, relies_on=(f"{_MARLIN}:fused_marlin_moe",)),
+            Function(f"{_METHOD}._build_moe_kernel", _build_moe_kernel, relies_on=_REPACKING, comparable=False),
+            Function(
+                f"{_MARLIN}:MarlinExperts.apply",
+                _apply,
+                relies_on=(f"{_MARLIN}:fused_marlin_moe",),
+                bound=0.1,  # activations are cast to FP8 twice
+            ),
         ),
         why="On Hopper vLLM multiplies FP4 experts in 16 bits; the FP8 tensor cores do several times as much, and "
         "the model was trained for FP8 activations.",

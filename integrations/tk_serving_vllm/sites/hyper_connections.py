@@ -18,7 +18,7 @@ from tk_serving.mhc.mhc_post_pre_fused import mhc_post_pre_fused
 from tk_serving.mhc.mhc_pre_fused import mhc_pre_fused
 from tk_serving_patches import Function, Site
 from tk_serving_vllm.sites import _handed_over
-from tk_serving_vllm.sites._calls import on, runs
+from tk_serving_vllm.sites._calls import offer, on
 
 _FUNCTIONS = "vllm.model_executor.kernels.mhc.tilelang"
 _LAYERS = "vllm.model_executor.layers.mhc"
@@ -71,9 +71,10 @@ def _pre(original: Callable[..., Any]) -> Callable[..., Any]:
         if norm_weight is not None:
             options |= _quantised(residual)
         call = (residual, fn, *gates, _SPLITS)
-        if not runs("mhc-pre", residual.shape[0], mhc_pre_fused, *call, **options):
+        run = offer("mhc-pre", residual.shape[0], mhc_pre_fused, *call, **options)
+        if run is None:
             return original(residual, fn, *gates, n_splits, norm_weight, norm_eps)
-        post, comb, x, quantised, _ = mhc_pre_fused(*call, **options)
+        post, comb, x, quantised, _ = run()
         _hand_over(x, quantised)
         return post, comb, x
 
@@ -99,21 +100,20 @@ def _pre_broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
         fn_broadcast: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         gates = (hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat)
-        # The reference of the record is the single product with fn_broadcast, which reads a quarter of the bytes.
-        few = residual.shape[0] <= _FEW
-        reason = None if few else f"more than {_FEW} tokens: four equal streams would be read instead of one"
-        if not runs("mhc-pre-broadcast", residual.shape[0], expand_to_mhc, residual, 4, reason=reason):
+        name, tokens = "mhc-pre-broadcast", residual.shape[0]
+        run = offer(name, tokens, expand_to_mhc, residual, 4)
+        if run is None:
             return original(residual, fn, *gates, n_splits, norm_weight, norm_eps, fn_broadcast)
-        streams = expand_to_mhc(residual, 4)
+        streams = run()
         options: dict[str, Any] = {"norm_weight": norm_weight, "norm_eps": norm_eps, **_quantised(residual)}
-        post, comb, x, quantised, _ = mhc_pre_fused(streams, fn, *gates, _SPLITS, **options)
+        run = offer(name, tokens, mhc_pre_fused, streams, fn, *gates, _SPLITS, **options)
+        if run is None:
+            return original(residual, fn, *gates, n_splits, norm_weight, norm_eps, fn_broadcast)
+        post, comb, x, quantised, _ = run()
         _hand_over(x, quantised)
         return streams, post, comb, x
 
     return mhc_pre_broadcast
-
-
-_FEW = 64  # tokens up to which launches, not bytes, take the time
 
 
 def _post(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,9 +121,10 @@ def _post(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor) -> Tensor:
         call = (x, residual, post_layer_mix.view(*residual.shape[:-1], 1), comb_res_mix)
-        if not runs("mhc-post", x.shape[0], mhc_post, *call):
+        run = offer("mhc-post", x.shape[0], mhc_post, *call)
+        if run is None:
             return original(x, residual, post_layer_mix, comb_res_mix)
-        return mhc_post(*call)
+        return run()
 
     return post
 
@@ -154,10 +155,11 @@ def _post_pre(original: Callable[..., Any]) -> Callable[..., Any]:
         if norm_weight is not None:
             options |= _quantised(residual)
         call = (x, residual, post_layer_mix.view(*residual.shape[:-1], 1), comb_res_mix, fn, *gates, _SPLITS)
-        if not runs("mhc-post-pre", x.shape[0], mhc_post_pre_fused, *call, **options):
+        run = offer("mhc-post-pre", x.shape[0], mhc_post_pre_fused, *call, **options)
+        if run is None:
             given = (x, residual, post_layer_mix, comb_res_mix)
             return original(*given, fn, *gates, n_splits, tile_n, norm_weight, norm_eps)
-        updated, post, comb, layer_input, quantised, _ = mhc_post_pre_fused(*call, **options)
+        updated, post, comb, layer_input, quantised, _ = run()
         _hand_over(layer_input, quantised)
         return updated, post, comb, layer_input
 
@@ -171,9 +173,10 @@ def _head(original: Callable[..., Any]) -> Callable[..., Any]:
         streams: Tensor, fn: Tensor, hc_scale: Tensor, hc_base: Tensor, rms_eps: float, hc_eps: float
     ) -> Tensor:
         call = (streams, fn, hc_scale, hc_base, rms_eps, hc_eps, _SPLITS)
-        if not runs("mhc-head", streams.shape[0], mhc_head_fused, *call):
+        run = offer("mhc-head", streams.shape[0], mhc_head_fused, *call)
+        if run is None:
             return original(streams, fn, hc_scale, hc_base, rms_eps, hc_eps)
-        return mhc_head_fused(*call)
+        return run()
 
     return hc_head
 
@@ -202,9 +205,10 @@ def _pre_delayed(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         call = (residual, fn, *gates, _SPLITS)
         options: dict[str, Any] = {"norm_weight": norm_weight, "norm_eps": norm_eps, **_delayed(pre_mix)}
-        if not runs("mhc-pre-delayed", residual.shape[0], mhc_pre_fused, *call, reason=reason, **options):
+        run = offer("mhc-pre-delayed", residual.shape[0], mhc_pre_fused, *call, reason=reason, **options)
+        if run is None:
             return original(residual, fn, *gates, pre_mix, x, norm_weight, norm_eps)
-        post, comb, layer_input, _, mix = mhc_pre_fused(*call, **options)
+        post, comb, layer_input, _, mix = run()
         return post, comb, layer_input, mix.squeeze(-1)
 
     return mhc_pre_delayed
@@ -235,10 +239,11 @@ def _post_pre_delayed(original: Callable[..., Any]) -> Callable[..., Any]:
         reason = "a draft model wants the mean of the streams" if capture_aux else None
         call = (x, residual, post_layer_mix.view(*residual.shape[:-1], 1), comb_res_mix, fn, *gates, _SPLITS)
         options: dict[str, Any] = {"norm_weight": norm_weight, "norm_eps": norm_eps, **_delayed(pre_mix)}
-        if not runs("mhc-post-pre-delayed", x.shape[0], mhc_post_pre_fused, *call, reason=reason, **options):
+        run = offer("mhc-post-pre-delayed", x.shape[0], mhc_post_pre_fused, *call, reason=reason, **options)
+        if run is None:
             given = (x, residual, post_layer_mix, comb_res_mix, fn, *gates)
             return original(*given, pre_mix, norm_weight, norm_eps, capture_aux)
-        updated, post, comb, layer_input, _, mix = mhc_post_pre_fused(*call, **options)
+        updated, post, comb, layer_input, _, mix = run()
         return updated, post, comb, layer_input, mix.squeeze(-1), x.new_empty(0, x.shape[-1])
 
     return mhc_fused_post_pre_delayed
@@ -246,6 +251,29 @@ def _post_pre_delayed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _delayed(pre_mix: Tensor | None) -> dict[str, Any]:
     return {"delayed": True, "pre_mix": None if pre_mix is None else pre_mix.unsqueeze(-1)}
+
+
+_COMPILED = {
+    "HcPrenormGemmTileLangKernel": ("mhc-pre-broadcast", "mhc-pre", "mhc-post-pre"),
+    "MhcPreBigFuseTileLangKernel": ("mhc-pre-broadcast", "mhc-pre", "mhc-post-pre"),
+    "MhcFusedTileLangKernel": ("mhc-post-pre",),
+    "MhcPostTileLangKernel": ("mhc-post", "mhc-post-pre"),
+    "HcHeadFusedTileLangKernel": ("mhc-head",),
+}
+"""Kernels of vLLM by the sites behind which they run."""
+
+
+def _register_warmup(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``VllmJitKernel.register_warmup``: what no call reaches is not compiled."""
+
+    def register_warmup(self: Any, *args: Any, **kwargs: Any) -> None:
+        from tk_serving_vllm import activate
+
+        sites = _COMPILED.get(type(self).__name__)
+        if not sites or not all(map(activate.replaced, sites)):
+            original(self, *args, **kwargs)
+
+    return register_warmup
 
 
 def _method(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[..., Any]:
@@ -299,8 +327,9 @@ SITES = (
         ("expand_to_mhc", "mhc_pre_fused"),
         "mhc_pre_broadcast_tilelang",
         _pre_broadcast,
-        "The first sublayer's input leaves the kernel quantised.",
-        "Up to 64 tokens; above, vLLM's product with the summed mixer reads a quarter of the bytes.",
+        "The first sublayer's input leaves the kernel quantised, and no kernel of vLLM is compiled for it.",
+        "Writes the four equal streams, then reads them as in every other layer. vLLM's product with the summed mixer "
+        "reads a quarter of the bytes, once in a model, but compiles a kernel for every way to split it.",
         "83fc5eabb819564a",
     ),
     _site(
@@ -358,6 +387,16 @@ SITES = (
         "From one sublayer to the next in two launches at every token count, norm inside.",
         "As mhc-pre-delayed; calls that also want the mean of the streams stay with vLLM.",
         "c8fe1c89057c27fa",
+    ),
+    Site(
+        name="mhc-warm-up",
+        operators=(),
+        patches=(Function("vllm.model_executor.warmup.jit_warmup:VllmJitKernel.register_warmup", _register_warmup),),
+        why="vLLM compiles its kernels for every way to split the product before it serves: minutes on an empty cache.",
+        how="Leaves out the kernels of sites that are replaced at every number of tokens.",
+        until="vLLM's registry of warm-ups is open to plugins.",
+        sources={"0.33.0": "2ed71294da3dd680"},
+        unsuitable=on("cuda"),
     ),
     _cpu_site("mhc-pre", ("mhc_pre_fused",), "MHCPreOp", _pre, "e2ed2369ccaef3ac"),
     _cpu_site("mhc-post-pre", ("mhc_post_pre_fused",), "MHCFusedPostPreOp", _post_pre, "070dae802b613123"),

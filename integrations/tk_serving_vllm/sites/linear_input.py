@@ -11,7 +11,7 @@ from torch import Tensor
 from tk_serving.quant.per_token_cast import per_token_cast
 from tk_serving_patches import Function, Override, Site
 from tk_serving_vllm.sites import _handed_over, _linear
-from tk_serving_vllm.sites._calls import on, runs
+from tk_serving_vllm.sites._calls import on, plan
 
 _OPERATORS = ("per_token_cast",)
 
@@ -26,6 +26,8 @@ def _forward_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
         scale_ub: Tensor | None = None,
         use_triton: bool = False,
     ) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_compiling():  # in the graph vLLM's operator is called, which is the site group-cast
+            return original(self, x, scale, scale_ub, use_triton)
         cast = _linear.cast_of(self)
         if cast is not None:
             taken = _handed_over.take(x, cast)
@@ -36,9 +38,8 @@ def _forward_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
             reason = "a cast in groups of 32 to 128 with float32 scales is expected of bfloat16 [T, H]"
         group, column_major, round_sf = (cast.group, cast.column_major, cast.round_sf) if cast else (128, True, False)
         call = (x, "e4m3", group, None, column_major, round_sf)
-        if not runs("linear-input", x.shape[0], per_token_cast, *call, reason=reason):
-            return original(self, x, scale, scale_ub, use_triton)
-        return per_token_cast(*call)
+        run = plan("linear-input", x.shape[0], per_token_cast, *call, reason=reason)
+        return original(self, x, scale, scale_ub, use_triton) if run is None else run()
 
     setattr(forward_cuda, _linear.TAKES, True)
     return forward_cuda
@@ -61,11 +62,12 @@ def _group_quant(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         reason = _unsupported(input, output_q, group_size, transposed)
         call = (input, "e4m3", group_size, None, transposed, scale_ue8m0)
-        if runs("group-cast", input.shape[0], per_token_cast, *call, reason=reason):
-            per_token_cast.operator.into([output_q, output_s], *call)
-        else:
+        planned = plan("group-cast", input.shape[0], per_token_cast, *call, reason=reason)
+        if planned is None:
             given = (group_size, eps, fp8_min, fp8_max, scale_ue8m0, transposed, tma_aligned)
             original(input, output_q, output_s, *given)
+        else:
+            planned.into([output_q, output_s])
 
     return per_token_group_fp8_quant
 
@@ -84,10 +86,11 @@ def _group_quant_packed(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         call = (input, "e4m3", group_size, None, True, True, True)
         reason = _unsupported(input, output_q, group_size, True)
-        if runs("group-cast", input.shape[0], per_token_cast, *call, reason=reason):
-            per_token_cast.operator.into([output_q, output_s_packed], *call)
-        else:
+        planned = plan("group-cast", input.shape[0], per_token_cast, *call, reason=reason)
+        if planned is None:
             original(input, output_q, output_s_packed, group_size, eps, fp8_min, fp8_max)
+        else:
+            planned.into([output_q, output_s_packed])
 
     return per_token_group_fp8_quant_packed
 
@@ -145,7 +148,7 @@ SITES = (
         why="Fewer launches where the operator before has quantised the rows; a faster cast elsewhere.",
         how="Takes what was handed over, else casts group by group into row-major or TMA-aligned column-major float32 "
         "scales; packed scales, static and per-token ones stay with vLLM. Groups whose maximum is below 1e-4 get the "
-        "scale of 1e-4 (vLLM: 1e-10), which e4m3's subnormals make up for. In compiled models Inductor makes the cast.",
+        "scale of 1e-4 (vLLM: 1e-10), which e4m3's subnormals make up for. Compiled models call vLLM's operator.",
         until="vLLM's linear layers take quantised input in groups of 128 (QuantizedActivation).",
         sources={"0.33.0": "3b4d7adf2f939536"},
         unsuitable=on("cuda"),

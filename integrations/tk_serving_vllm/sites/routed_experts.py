@@ -70,7 +70,12 @@ SITES = (
         name="routed-experts",
         operators=OPERATORS,
         patches=(
-            Function(f"{_EXPERTS}.process_weights_after_loading", _process_weights, relies_on=(f"{_EXPERTS}.apply",)),
+            Function(
+                f"{_EXPERTS}.process_weights_after_loading",
+                _process_weights,
+                relies_on=(f"{_EXPERTS}.apply",),
+                comparable=False,
+            ),
         ),
         why="The CPU build shows the complete chain of operators in a real server, on any machine.",
         how="Keeps the weights as loaded, and runs mapping, expansion, one matrix product for each expert, SwiGLU and "

@@ -15,7 +15,7 @@ from tk_serving.moe.reduce_fused import reduce_fused
 from tk_serving.quant.swiglu_forward_and_per_token_cast import swiglu_forward_and_per_token_cast
 from tk_serving_patches import Function, Site
 from tk_serving_vllm import table
-from tk_serving_vllm.sites._calls import left_to_engine, on, refusal
+from tk_serving_vllm.sites._calls import left_to_engine, local_ids, on, refusal
 
 _OPERATORS = ("get_fused_mapping", "expand_to_fused_with_sf", "swiglu_forward_and_per_token_cast", "reduce_fused")
 _GROUP = 128
@@ -38,6 +38,7 @@ def _activation_options(scale_format: str, clamp_limit: float | None) -> dict[st
         "round_sf": scale_format == "FLOAT32_CEIL_UE8M0",
         "swiglu_clamp_value": clamp_limit,
         "sf_clamp_min": _SMALLEST_MAXIMUM,
+        "zero_padding": False,
     }
 
 
@@ -54,6 +55,7 @@ def _refusal(
     dtype: torch.dtype,
     scale_format: str,
     clamp_limit: float | None,
+    ids_dtype: torch.dtype,
 ) -> str | None:
     """The first refusal of the four operators, from shapes alone: their inputs do not exist before the first ran."""
 
@@ -64,8 +66,8 @@ def _refusal(
     token_topk_to_pos, pos_to_expert = meta(i32, tokens, topk), meta(i32, rows)
     x = (meta(fp8, tokens, hidden), meta(f32, tokens, hidden // _GROUP))
     return (
-        refusal(get_fused_mapping, meta(torch.int64, tokens, topk), experts, rows, alignment, True, device=device)
-        or refusal(expand_to_fused_with_sf, x, _GROUP, token_topk_to_pos, pos_to_expert, True, device=device)
+        refusal(get_fused_mapping, meta(ids_dtype, tokens, topk), experts, rows, alignment, True, device=device)
+        or refusal(expand_to_fused_with_sf, x, _GROUP, token_topk_to_pos, pos_to_expert, True, False, device=device)
         or refusal(
             swiglu_forward_and_per_token_cast,
             meta(dtype, rows, width),
@@ -121,6 +123,7 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
                 output.dtype,
                 scale_format,
                 clamp_limit,
+                torch.int32 if topk_ids.dtype == torch.int32 else torch.int64,
             )
         if reason is not None or a1q_scale is None:
             left_to_engine(_OPERATORS, reason or "no scales of the input")
@@ -144,12 +147,11 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
             )
             return
 
-        ids = topk_ids.long()
-        if expert_map is not None:  # experts of other ranks become -1
-            ids = torch.where(ids < 0, ids, expert_map.long()[ids.clamp(min=0)])
+        ids = local_ids(topk_ids, expert_map)
         pos_to_expert, _, _, token_topk_to_pos, _, _, _, _ = get_fused_mapping(ids, experts, rows, alignment, True)
-        x = expand_to_fused_with_sf((hidden_states, a1q_scale), _GROUP, token_topk_to_pos, pos_to_expert, True)
-        # DeepGEMM reads the expert of every row, and skips blocks of padding rows, which are negative.
+        # DeepGEMM reads the expert of every row, and skips blocks of padding rows, which are negative. What it makes of
+        # padding rows in other blocks nobody reads, so that these rows need not be zeros.
+        x = expand_to_fused_with_sf((hidden_states, a1q_scale), _GROUP, token_topk_to_pos, pos_to_expert, True, False)
         with engine.mk_alignment_scope(alignment):
             inner = engine._resize_cache(workspace2, (rows, width))
             engine.m_grouped_fp8_gemm_nt_contiguous(x, (w1, self.w1_scale), inner, pos_to_expert)
@@ -170,7 +172,7 @@ SITES = (
         operators=_OPERATORS,
         patches=(Function("vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe:DeepGemmExperts.apply", _apply),),
         why="One stable mapping serves expansion, both products, activation and reduction; scales are written in the "
-        "layout that DeepGEMM reads; padding rows are zeros.",
+        "layout that DeepGEMM reads; padding rows are not written.",
         how="Takes block-FP8 experts with SiLU (Hopper; --moe-backend deep_gemm). MXFP8, packed UE8M0 scales and other "
         "activations stay with vLLM.",
         until="vLLM lets experts choose their permutation, activation and reduction one by one.",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tk_serving.moe.reduce_fused import reduce_fused
 from tk_serving_patches import Function, Site
-from tk_serving_vllm.sites._calls import on, runs
+from tk_serving_vllm.sites._calls import on, plan
 
 _OPERATORS = ("reduce_fused",)
 _positions: dict[torch.device, Tensor] = {}
@@ -42,10 +42,11 @@ def _moe_sum(site: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                     reason = "the table of positions cannot grow during graph capture"
                 else:
                     call = (input.view(tokens * topk, hidden), None, positions)
-            if runs(site, tokens, reduce_fused, *call, reason=reason, out=output):
-                reduce_fused(*call, out=output)
-            else:
+            run = plan(site, tokens, reduce_fused, *call, reason=reason, out=output)
+            if run is None:
                 original(self, input, output, topk_ids, expert_map)
+            else:
+                run()
 
         return moe_sum
 

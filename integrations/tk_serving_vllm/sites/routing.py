@@ -11,7 +11,7 @@ from torch import Tensor
 from tk_serving.moe.moe_topk_gate import moe_topk_gate
 from tk_serving.moe.top2_sum_gate import top2_sum_gate
 from tk_serving_patches import Function, Site
-from tk_serving_vllm.sites._calls import left_to_engine, on, runs
+from tk_serving_vllm.sites._calls import left_to_engine, offer, on
 
 _OPERATORS = ("top2_sum_gate",)
 _BIASED = ("moe_topk_gate",)
@@ -70,9 +70,10 @@ def _grouped(original: Callable[..., Any]) -> Callable[..., Any]:
         gate: tuple[Any, ...] = ()
         if reason is None:
             gate = _gate(self, router_logits, _is_token(tokens) if self.skip_padding else None)
-        if not runs("routing", tokens, top2_sum_gate, *gate, reason=reason, int32_ids=_int32(indices_type)):
+        run = offer("routing", tokens, top2_sum_gate, *gate, reason=reason, int32_ids=_int32(indices_type))
+        if run is None:
             return original(self, hidden_states, router_logits, indices_type, input_ids=input_ids)
-        ids, weights = top2_sum_gate(*gate, int32_ids=_int32(indices_type))
+        ids, weights = run()
         return weights, ids
 
     return compute_routing
@@ -136,9 +137,10 @@ def _biased(original: Callable[..., Any]) -> Callable[..., Any]:
         tokens = router_logits.shape[0]
         call, options = _biased_gate(self, router_logits, input_ids, _is_token(tokens))
         options["int32_ids"] = _int32(indices_type)
-        if not runs("routing-biased", tokens, moe_topk_gate, *call, reason=_biased_unsupported(self), **options):
+        run = offer("routing-biased", tokens, moe_topk_gate, *call, reason=_biased_unsupported(self), **options)
+        if run is None:
             return original(self, hidden_states, router_logits, indices_type, input_ids=input_ids)
-        ids, weights = moe_topk_gate(*call, **options)
+        ids, weights = run()
         return weights, ids
 
     return compute_routing
@@ -168,11 +170,25 @@ def _cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return compute_routing
 
 
+def by_id(result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Weights and ids in the order of the ids: which expert comes first does not matter."""
+    weights, ids = result
+    order = ids.long().argsort(-1)
+    return weights.gather(-1, order), ids.gather(-1, order)
+
+
 SITES = (
     Site(
         name="routing",
         operators=_OPERATORS,
-        patches=(Function(f"{_ROUTERS}.grouped_topk_router:GroupedTopKRouter._compute_routing", _grouped),),
+        patches=(
+            Function(
+                f"{_ROUTERS}.grouped_topk_router:GroupedTopKRouter._compute_routing",
+                _grouped,
+                in_order=by_id,
+                bound=1e-3,
+            ),
+        ),
         why="One launch for scores, groups, top-k, normalisation and scaling, padding included.",
         how="Takes sigmoid and sqrtsoftplus routers with a correction bias and normalised weights (V3 and later); V2's "
         "softmax routers, whose groups are ranked by their maximum, stay with vLLM.",
@@ -188,6 +204,8 @@ SITES = (
                 f"{_ROUTERS}.fused_topk_bias_router:FusedTopKBiasRouter._compute_routing",
                 _biased,
                 relies_on=(f"{_ROUTERS}.fused_topk_bias_router:fused_topk_bias",),
+                in_order=by_id,
+                bound=1e-3,
             ),
         ),
         why="One launch for scores, top-k or the look-up of the expert table, normalisation and scaling.",
@@ -205,6 +223,8 @@ SITES = (
                 f"{_ROUTERS}.cpu_router:CPURouter._compute_routing",
                 _cpu,
                 relies_on=(f"{_ROUTERS}.cpu_router:_grouped_topk", f"{_ROUTERS}.cpu_router:_sqrtsoftplus_bias_topk"),
+                in_order=by_id,
+                bound=1e-3,
             ),
         ),
         why="The same operator as on CUDA, so that the CPU build can try it.",

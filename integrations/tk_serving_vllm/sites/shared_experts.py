@@ -10,7 +10,7 @@ from torch import Tensor
 from tk_serving.quant.swiglu_forward_and_per_token_cast import swiglu_forward_and_per_token_cast
 from tk_serving_patches import Function, Site
 from tk_serving_vllm.sites import _handed_over, _linear
-from tk_serving_vllm.sites._calls import left_to_engine, on, runs
+from tk_serving_vllm.sites._calls import left_to_engine, offer, on
 
 _OPERATORS = ("swiglu_forward_and_per_token_cast",)
 _SMALLEST_MAXIMUM = 1e-10  # vLLM's lower bound for the maximum of a group
@@ -33,9 +33,10 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
             "swiglu_clamp_value": getattr(self.act_fn, "swiglu_limit", None),
             "sf_clamp_min": _SMALLEST_MAXIMUM,
         }
-        if not runs("shared-experts", tokens, swiglu_forward_and_per_token_cast, *call, **options):
+        run = offer("shared-experts", tokens, swiglu_forward_and_per_token_cast, *call, **options)
+        if run is None:
             return self.down_proj(self.act_fn(gate_up))[0]
-        data, sf = swiglu_forward_and_per_token_cast(*call, **options)
+        data, sf = run()
         rows = gate_up.new_empty(tokens, width)  # stands for the rows, which exist in quantised form only
         _handed_over.give(rows, cast, data, sf, hollow=True)
         return self.down_proj(rows)[0]
@@ -47,7 +48,13 @@ SITES = (
     Site(
         name="shared-experts",
         operators=_OPERATORS,
-        patches=(Function("vllm.models.deepseek_v4.nvidia.model:DeepseekV4MLP.forward", _forward),),
+        patches=(
+            Function(
+                "vllm.models.deepseek_v4.nvidia.model:DeepseekV4MLP.forward",
+                _forward,
+                bound=4e-2,  # vLLM rounds to bfloat16 twice before it casts, and the second product is behind
+            ),
+        ),
         why="One launch instead of two, and no activation in bfloat16.",
         how="Hands the quantised rows to the second product; layers that are not FP8 in groups stay with vLLM.",
         until="vLLM's fused activations know SwiGLU with a limit.",

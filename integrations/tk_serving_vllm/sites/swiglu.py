@@ -11,7 +11,7 @@ from torch import Tensor
 from tk_serving.quant.swiglu_forward import swiglu_forward
 from tk_serving.quant.swiglu_forward_and_per_token_cast import swiglu_forward_and_per_token_cast
 from tk_serving_patches import Function, Override, Site
-from tk_serving_vllm.sites._calls import on, runs
+from tk_serving_vllm.sites._calls import offer, on, plan
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _PLAIN = ("swiglu_forward",)
@@ -49,9 +49,10 @@ def _into(site: str, out: Tensor, input: Tensor, limit: float | None, reason: st
     reason = reason or _unsupported(input, out)
     rows = input.reshape(-1, input.shape[-1]) if reason else input.view(-1, input.shape[-1])
     call = (rows, _FORMATS.get(out.dtype, ""), None, None, None, limit)
-    if not runs(site, rows.shape[0], swiglu_forward, *call, reason=reason):
+    planned = plan(site, rows.shape[0], swiglu_forward, *call, reason=reason)
+    if planned is None:
         return False
-    swiglu_forward.operator.into([out.view(-1, out.shape[-1])], *call)
+    planned.into([out.view(-1, out.shape[-1])])
     return True
 
 
@@ -87,10 +88,11 @@ def _silu_and_mul_per_block_quant(original: Callable[..., Any]) -> Callable[...,
             reason = "an upper bound for the scales"
         elif is_scale_transposed and input.shape[0] % 4:
             reason = "column-major scales without padding rows"
-        if runs("swiglu-quant", tokens, swiglu_forward_and_per_token_cast, *call, reason=reason, **options):
-            swiglu_forward_and_per_token_cast.operator.into([out, scales], *call, **options)
-        else:
+        planned = plan("swiglu-quant", tokens, swiglu_forward_and_per_token_cast, *call, reason=reason, **options)
+        if planned is None:
             original(out, input, scales, group_size, scale_ub, is_scale_transposed)
+        else:
+            planned.into([out, scales])
 
     return silu_and_mul_per_block_quant
 
@@ -122,9 +124,8 @@ def _native(site: str, x: Tensor, limit: float | None, reason: str | None = None
         reason = f"dtype {x.dtype}"
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     call = (rows, _FORMATS.get(x.dtype, ""), None, None, None, limit)
-    if not runs(site, rows.shape[0], swiglu_forward, *call, reason=reason):
-        return None
-    return swiglu_forward(*call).view(*x.shape[:-1], x.shape[-1] // 2)
+    run = offer(site, rows.shape[0], swiglu_forward, *call, reason=reason)
+    return None if run is None else run().view(*x.shape[:-1], x.shape[-1] // 2)
 
 
 _UNTIL = "vLLM keeps a table of implementations for its activation operators."

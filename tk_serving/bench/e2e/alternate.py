@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,33 @@ from tk_serving.bench.e2e import child, families, models
 from tk_serving.bench.record import versions
 from tk_serving.environment import revision
 
-SIDES = {"stock": "auto", "ours": "tilekernels"}
+ENGINES = ("vllm", "sglang")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the engine of one side is started.
+
+    Attributes:
+        backend: of ``--kernel-backend``.
+        environment: variables of its process.
+        caches: whose caches of compiled code it uses, where the environment names none: below the folder of the logs.
+        eager: no CUDA graphs and no torch.compile, whatever the options say.
+        layers: of the model, if not as the options say.
+    """
+
+    backend: str
+    caches: str = "ours"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    eager: bool = False
+    layers: int = 0
+
+
+SIDES = {"stock": Kind("auto", "stock"), "ours": Kind("tilekernels")}
+COMPARED = Kind("tilekernels", environment={"TK_SERVING_COMPARE": "1"}, eager=True, layers=2)
+EXPERTS = {mode: Kind("tilekernels", environment={"TK_SERVING_EXPERTS": mode}) for mode in ("upcast", "resident")}
+OWN = "engine's experts"  # our side, with these
+CACHES = ("VLLM_CACHE_ROOT", "DG_JIT_CACHE_DIR", "SGLANG_DG_CACHE_DIR", "TRITON_CACHE_DIR", "TILELANG_CACHE_DIR")
 UNIT = (
     "ms on the device for one step of the model runner, by events around it: median over the steps and the rounds; "
     "work of the host between two steps is left out"
@@ -30,13 +56,20 @@ UNIT = (
 MAX_DIFFERENCE, MEAN_DIFFERENCE = 5e-2, 2e-3
 """Bounds within which the log-probabilities of both sides agree: rounding in bfloat16 happens in other places."""
 
+NOISE = 1.5
+"""Where the engine is farther from itself than these bounds, once an input moves by a step of bfloat16, both sides may
+be so much farther apart than that: casts to FP8 amplify the smallest differences."""
+
+MOVED = 0.01
+"""Share of the embedding's values that move by a step for that."""
+
 
 @dataclass
 class Options:
     """What to run.
 
     Attributes:
-        engine: ``vllm``.
+        engine: ``vllm`` or ``sglang``.
         model: a name of :data:`tk_serving.bench.e2e.models.MODELS`.
         layers: of the model.
         prefill: tokens of the long prompt.
@@ -45,7 +78,9 @@ class Options:
         rounds: measurements of each phase on each side.
         eager: no CUDA graphs and no torch.compile.
         limit: seconds after which no further phase begins.
-        arguments: further arguments of ``LLM`` for both sides.
+        compare: also run every replaced call beside the engine's own function, in a third process.
+        experts: a record for FP4 experts in FP8, ``upcast`` and ``resident``, which are then measured as well.
+        arguments: further arguments of ``LLM`` or ``ServerArgs`` for both sides.
         json: the record; phases of the same models in it are replaced, others kept.
         logs: folder for the logs of the engines.
         revision: Git revision for the record where there is no checkout.
@@ -60,6 +95,8 @@ class Options:
     rounds: int = 4
     eager: bool = False
     limit: float = 1e9
+    compare: bool = True
+    experts: Path | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     json: Path | None = None
     logs: Path | None = None
@@ -73,14 +110,18 @@ class EngineError(RuntimeError):
 class Side:
     """The process of one engine."""
 
-    def __init__(self, name: str, settings: dict[str, Any], log: Path) -> None:
+    def __init__(self, name: str, settings: dict[str, Any], log: Path, kind: Kind | None = None) -> None:
         self.name, self.log = name, log
+        kind = kind or SIDES[name]
+        caches = log.parent / f"caches-{kind.caches}"
         environment = {
             **os.environ,
+            **{name: str(caches / name.lower()) for name in CACHES if name not in os.environ},
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "TK_SERVING_KERNEL_BACKEND": "auto",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            **kind.environment,
         }
         self._log = log.open("wb")
         self._process = subprocess.Popen(
@@ -91,7 +132,7 @@ class Side:
             env=environment,
             text=True,
         )
-        self._send({**settings, "backend": SIDES[name]})
+        self._send({**settings, "backend": kind.backend, "eager": kind.eager or settings.get("eager", False)})
 
     def _send(self, value: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -137,57 +178,105 @@ def run(options: Options, console: Console | None = None) -> dict[str, Any]:
         ValueError: unknown engine or model.
     """
     console = console or Console(soft_wrap=True, highlight=False)
-    if options.engine != "vllm":
-        raise ValueError(f"bench: e2e: expected vllm, got {options.engine!r}")
+    if options.engine not in ENGINES:
+        raise ValueError(f"bench: e2e: expected one of {', '.join(ENGINES)}, got {options.engine!r}")
     if options.model not in models.MODELS:
         raise ValueError(f"bench: model: expected one of {', '.join(models.MODELS)}, got {options.model!r}")
     started = time.monotonic()
     logs = options.logs or Path(tempfile.mkdtemp(prefix="tk-serving-e2e-"))
     logs.mkdir(parents=True, exist_ok=True)
-    folder = logs / options.model
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(models.MODELS[options.model](options.layers), indent=1))
-    settings = {
-        "folder": str(folder),
-        "sizes": list(options.sizes),
-        "prefill": options.prefill,
-        "steps": options.steps,
-        "eager": options.eager,
-        "arguments": options.arguments,
-    }
-    sides = {name: Side(name, settings, logs / f"{options.model}-{name}.log") for name in SIDES}
+    kinds = {**SIDES, **({"compared": COMPARED} if options.compare else {})}
+    sides = {name: _start(name, kind, options, logs) for name, kind in kinds.items()}
     record = _record(options)
+
+    def late() -> bool:
+        if time.monotonic() - started > options.limit:
+            record["aborted"] = f"after {options.limit:.0f} s"
+        return "aborted" in record
+
     try:
-        for side in sides.values():
+        two = {name: sides[name] for name in SIDES}
+        for side in two.values():
             side.answer()
-        console.print(f"both engines are ready after {time.monotonic() - started:.0f} s; logs: {logs}")
-        comparison = _compare(sides)
+            console.print(f"{side.name} is ready after {time.monotonic() - started:.0f} s; logs: {logs}")
+        if options.compare:
+            _compare_sites(sides["compared"], options, record, console)
+        comparison = _compare(two, options)
         console.print(f"outputs: {comparison}")
-        for phase, size in (("decode", 1), *(("decode", s) for s in options.sizes if s != 1), ("prefill", 0)):
-            size = size or options.prefill
-            if phase == "decode" and size not in options.sizes:
-                continue
-            if time.monotonic() - started > options.limit:
-                record["aborted"] = f"after {options.limit:.0f} s"
+        for phase, size in _phases(options):
+            if late():
                 break
-            row = _phase(sides, options, phase, size)
+            row = _phase(two, options, phase, size)
             record["rows"].append({**row, **comparison})
             console.print(_line(row))
-            _write(record, options)
-        record["engines"] = {options.model: {name: side.do("state") for name, side in sides.items()}}
-        record["settings"] = {options.model: {**settings, "folder": ""}}
-        _write(record, options)
-        console.print(_families_table(record))
+            record["engines"] = {options.model: {name: side.do("state") for name, side in two.items()}}
+            _write(record, options.json, options.model)
+        record["settings"] = {options.model: {**_settings(options), "layers": options.layers}}
+        _write(record, options.json, options.model)
+        if record["rows"]:
+            console.print(_families_table(record))
+        if options.experts and not late():
+            sides |= {name: _start(name, kind, options, logs) for name, kind in EXPERTS.items()}
+            _measure_experts(sides, options, record, console)
     finally:
         for side in sides.values():
             side.end()
     return record
 
 
+def _start(name: str, kind: Kind, options: Options, logs: Path) -> Side:
+    layers = kind.layers or options.layers
+    folder = logs / f"{options.model}-{layers}"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(models.MODELS[options.model](layers), indent=1))
+    settings = {**_settings(options), "folder": str(folder)}
+    return Side(name, settings, logs / f"{options.model}-{name}.log", kind)
+
+
+def _settings(options: Options) -> dict[str, Any]:
+    return {
+        "engine": options.engine,
+        "sizes": list(options.sizes),
+        "prefill": options.prefill,
+        "steps": options.steps,
+        "eager": options.eager,
+        "arguments": options.arguments,
+    }
+
+
+def _phases(options: Options) -> list[tuple[str, int]]:
+    """What tells most comes first."""
+    decode = [("decode", size) for size in sorted(options.sizes)]
+    return [*decode[:1], ("prefill", options.prefill), *decode[1:]]
+
+
+def _compare_sites(side: Side, options: Options, record: dict[str, Any], console: Console) -> None:
+    """Every site beside the engine's own function; a failure here leaves the measurement as it is."""
+    try:
+        side.answer()
+        found = side.do("sites")
+    except EngineError as error:
+        found = {"error": str(error)}
+        console.print(f"sites could not be compared: {error}")
+    else:
+        table = Table(
+            "site", "calls", "beyond its bound", "largest", "mean", title="relative difference from the engine"
+        )
+        for row in found["rows"]:
+            numbers = (str(row["calls"]), str(row["beyond"]), f"{row['largest']:.2e}", f"{row['mean']:.2e}")
+            table.add_row(row["site"], *numbers)
+        console.print(table)
+        console.print(f"first site beyond its bound: {found['first'] or 'none'}")
+    finally:
+        side.end()
+    record["sites"] = {options.model: found}
+
+
 def _record(options: Options) -> dict[str, Any]:
     import torch
 
     return {
+        "engine": options.engine,
         "device": torch.cuda.get_device_name(),
         "versions": versions(),
         "revision": options.revision or revision(),
@@ -197,10 +286,27 @@ def _record(options: Options) -> dict[str, Any]:
     }
 
 
-def _compare(sides: dict[str, Side]) -> dict[str, Any]:
-    """Greedy tokens of 64 prompts on both sides: how many texts agree, and how far the log-probabilities are apart."""
-    outputs = {name: side.do("outputs", sequences=64, prompt=64, tokens=64) for name, side in sides.items()}
-    return differences(outputs["ours"], outputs["stock"])
+def _compare(sides: dict[str, Side], options: Options) -> dict[str, Any]:
+    """Greedy tokens of 64 prompts on both sides: how many texts agree, and how far the log-probabilities are apart.
+
+    And how far the engine is from itself: with an input that differs by rounding, and in smaller batches.
+    """
+    texts = {"sequences": 64, "prompt": 64, "tokens": 64}
+    stock = sides["stock"].do("outputs", **texts)
+    result = differences(sides["ours"].do("outputs", **texts), stock)
+    noise = {"embedding moved": differences(sides["stock"].do("outputs_moved", share=MOVED, **texts), stock)}
+    if options.engine == "vllm":
+        noise["batches of 8"] = differences(sides["stock"].do("outputs", **texts, at_once=8), stock)
+    within = [
+        result[key] <= NOISE * max(other[key] for other in noise.values())
+        for key in ("max_logprob_diff", "mean_logprob_diff")
+    ]
+    result["agree"] = result["agree"] or all(within)
+    return {**result, "stock_from_itself": {name: _numbers(other) for name, other in noise.items()}}
+
+
+def _numbers(comparison: dict[str, Any]) -> dict[str, Any]:
+    return {key: comparison[key] for key in ("max_logprob_diff", "mean_logprob_diff", "equal_texts")}
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
@@ -242,8 +348,7 @@ def _phase(sides: dict[str, Side], options: Options, phase: str, size: int) -> d
     return {
         "model": options.model,
         "phase": f"{phase} {tokens}",
-        "stock": round(ms["stock"], 4),
-        "ours": round(ms["ours"], 4),
+        **{name: round(value, 4) for name, value in ms.items()},
         "unit": "ms",
         "ratio": round(ms["stock"] / ms["ours"], 4),
         "wall_ms": {name: round(value, 3) for name, value in wall.items()},
@@ -260,16 +365,37 @@ def _top(kernels: dict[str, Any], count: int = 40) -> list[list[Any]]:
     return [[name[:100], round(kernels["ms"][name] * 1e3, 2), round(kernels["calls"][name], 2)] for name in order]
 
 
-def _write(record: dict[str, Any], options: Options) -> None:
+def _measure_experts(sides: dict[str, Side], options: Options, record: dict[str, Any], console: Console) -> None:
+    """Prefill with FP4 experts in FP8, each way against the engine and against our side with the engine's experts."""
+    own = {**record, "rows": [], "engines": {options.model: {}}}
+    for mode in EXPERTS:
+        try:
+            sides[mode].answer()
+            three = {"stock": sides["stock"], "ours": sides[mode], OWN: sides["ours"]}
+            texts = {"sequences": 8, "prompt": 512, "tokens": 1}
+            outputs = {name: side.do("outputs", **texts) for name, side in three.items()}
+            row = _phase(three, options, "prefill", options.prefill)
+            row["phase"] += f", experts {mode}"
+            own["rows"].append({**row, **differences(outputs["ours"], outputs["stock"])})
+            own["engines"][options.model][mode] = sides[mode].do("state")
+        except EngineError as error:
+            console.print(f"experts {mode}: {error}")
+            continue
+        console.print(_line(row))
+        console.print(f"with the engine's experts {row[OWN]:.3f} ms")
+        _write(own, options.experts, options.model)
+
+
+def _write(record: dict[str, Any], file: Path | None, model: str) -> None:
     """Into the file, beside the rows of other models that it holds."""
-    if options.json is None:
+    if file is None:
         return
-    kept = json.loads(options.json.read_text()) if options.json.exists() else {}
-    rows = [row for row in kept.get("rows", ()) if row["model"] != options.model]
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    rows = [row for row in kept.get("rows", ()) if row["model"] != model]
     merged = {**kept, **record, "rows": rows + record["rows"]}
-    for key in ("engines", "settings"):
+    for key in ("engines", "settings", "sites"):
         merged[key] = {**kept.get(key, {}), **record.get(key, {})}
-    options.json.write_text(json.dumps(merged, indent=1) + "\n")
+    file.write_text(json.dumps(merged, indent=1) + "\n")
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -22,20 +22,25 @@ MARK = 4.0  # what the embedding holds in the channel of a token's topic; the re
 LOGITS_STD = 0.5
 _FP4_RMS = 2.93  # of the sixteen values of e2m1
 _CODE_STD = 64.0  # of e4m3 codes
-_SKIP = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale", "input_scale")
+_SKIP = ("k_scale", "v_scale", "q_scale", "_prob_scale", "input_scale")
 _FROM_SUBLAYERS = ("o_proj", "wo_b", "down_proj", "w2_weight", "w2.weight")
 
 
 def fill(model: torch.nn.Module, config: Any) -> None:
     """Overwrite every parameter of a model that is built but not yet processed; the same values for the same name."""
-    preferences = _preferences(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(_SKIP):
-                continue
-            device = parameter.device
-            generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-            _fill(name, parameter.data, config, preferences, generator)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # engines load in bfloat16, in which some router logits would be equal
+    try:
+        preferences = _preferences(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(_SKIP):
+                    continue
+                device = parameter.device
+                generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+                _fill(name, parameter.data, config, preferences, generator)
+    finally:
+        torch.set_default_dtype(default)
 
 
 def _fill(name: str, values: Tensor, config: Any, preferences: Tensor, generator: torch.Generator) -> None:
@@ -89,12 +94,14 @@ def _fill_scales(name: str, values: Tensor, config: Any, generator: torch.Genera
     """Scales such that a product keeps the size of its input, with a spread from block to block."""
     inputs = _inputs(name, config)
     spread = torch.randn(values.shape, generator=generator, device=values.device) * 0.5
-    experts_fp4 = values.dtype == torch.uint8 and "experts" in name
+    expert = "experts" in name and "shared" not in name
+    experts_fp4 = expert and (values.dtype == torch.uint8 or getattr(config, "expert_dtype", "") == "fp4")
+    rounded = (getattr(config, "quantization_config", None) or {}).get("scale_fmt") == "ue8m0"
     exponent = spread - math.log2((_FP4_RMS if experts_fp4 else _CODE_STD) * math.sqrt(inputs))
     if values.dtype in (torch.uint8, torch.float8_e8m0fnu):
         values.view(torch.uint8).copy_((exponent.round() + 127).clamp(1, 254))
     else:
-        values.copy_(torch.exp2(exponent))
+        values.copy_(torch.exp2(exponent.round() if rounded else exponent))
 
 
 def _inputs(name: str, config: Any) -> int:

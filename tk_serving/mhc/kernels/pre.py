@@ -1,9 +1,10 @@
 """From the parts of the pre-norm product to a sublayer's input, and to the mixes of its residual update.
 
 Two kinds of blocks share the grid. A mixing block gives each token a warp: it adds the parts, applies the gates and
-runs Sinkhorn, which takes time but no bandwidth. An input block gives one token all its threads: it reads the streams
-while one warp computes the four pre mixes, sums the streams, and where asked normalises and quantises the row, which
-has never left the registers. Mixing blocks are spread among the input blocks, so that both resources are always in use.
+runs Sinkhorn (of few tokens in one thread for each), which takes time but no bandwidth. An input block gives one token
+all its threads: it reads the streams while one warp computes the four pre mixes, sums the streams, and where asked
+normalises and quantises the row, which has never left the registers. Mixing blocks are spread among the input blocks,
+so that both resources are always in use.
 
 Input blocks take the tokens from the last to the first: the streams of the last ones are still in the L2 cache from
 the launch before.
@@ -11,7 +12,7 @@ the launch before.
 
 import tilelang.language as T
 
-from tk_serving.mhc.kernels.mixes import MIXES, MULT, activate, inverse_rms, scale_index, sinkhorn
+from tk_serving.mhc.kernels.mixes import MIXES, MULT, activate, inverse_rms, scale_index, sinkhorn, sinkhorn_of_lanes
 from tk_serving.mhc.kernels.reduction import block_sums
 from tk_serving.mhc.kernels.words import VALUES, pack, unpack
 from tk_serving.quant.kernels.formats import bits_of, fmax, octet_writer
@@ -19,6 +20,7 @@ from tk_serving.quant.kernels.scales import STORED, default_floor, mode_of, scal
 from tk_serving.quant.kernels.tiles import sf_tensor
 from tk_serving.quant.scales import PACKED, ROW
 
+FEW = 64  # tokens up to which nothing but Sinkhorn decides when the launch ends
 GATHERED, GIVEN = "gathered", "given"
 """Where the input comes from: the streams and the computed pre mixes, or a tensor that holds it."""
 
@@ -190,6 +192,7 @@ def build(
             z = T.alloc_local((1,), "float32")
             if mixing and place[1] == per_group - 1:
                 mix_token = T.cast(place[0], "int64") * warps + thread // 32
+                combination = T.alloc_shared((warps, MULT * MULT), "float32")
                 if mix_token < tokens:
                     # Lanes 0 ... 15 hold the combination, 16 ... 19 pre, 20 ... 23 post.
                     column = T.if_then_else(lane < 16, lane + 8, T.if_then_else(lane < 24, lane - 16, 0))
@@ -201,9 +204,24 @@ def build(
                             pre_mix[mix_token, lane - 16] = value[0]
                     if lane >= 20 and lane < 24:
                         post_mix[mix_token, lane - 20] = value[0]
-                    sinkhorn(value, repeat, sinkhorn_eps)
-                    if lane < 16:
-                        comb_mix[mix_token, lane] = value[0]
+                    if tokens > FEW:
+                        sinkhorn_of_lanes(value, repeat, sinkhorn_eps)
+                        if lane < 16:
+                            comb_mix[mix_token, lane] = value[0]
+                    elif lane < 16:
+                        combination[thread // 32, lane] = value[0]
+                if tokens <= FEW:
+                    T.sync_threads()
+                    own_token = T.cast(place[0], "int64") * warps + thread
+                    if thread < warps and own_token < tokens:
+                        p = T.alloc_local((MULT * MULT,), "float32")
+                        for i in T.unroll(MULT):
+                            for j in T.vectorized(MULT):
+                                p[MULT * i + j] = combination[thread, MULT * i + j]
+                        sinkhorn(p, repeat, sinkhorn_eps)
+                        for i in T.unroll(MULT):
+                            for j in T.vectorized(MULT):
+                                comb_mix[own_token, MULT * i + j] = p[MULT * i + j]
             else:
                 token = padded - 1 - (T.cast(place[0], "int64") * warps + place[1])
                 x_words = T.Tensor((tokens, streams, words), "int32x4", data=x.data)

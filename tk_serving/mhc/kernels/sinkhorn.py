@@ -1,11 +1,11 @@
-"""Sixteen lanes for each matrix; forward, and backward through iterates that are kept in shared memory."""
+"""One thread for each matrix; backward sixteen lanes, through iterates that are kept in shared memory."""
 
 import tilelang.language as T
 
 from tk_serving.mhc.kernels.mixes import MULT, column_sum, row_softmax, row_sum, sinkhorn
 
 ENTRIES = MULT * MULT
-THREADS = 128
+THREADS = 32
 BACKWARD_THREADS = 64
 MAX_REPEAT = 200
 """Backward: four numbers of a thread and iteration have to fit the shared memory."""
@@ -21,15 +21,17 @@ def build():
         repeat: T.int32,
         eps: T.float32,
     ):
-        with T.Kernel(T.ceildiv(tokens * ENTRIES, THREADS), threads=THREADS) as block:
-            entry = T.cast(block, "int64") * THREADS + T.get_thread_binding()
-            p = T.alloc_local((1,), "float32")
-            p[0] = 0.0
-            if entry < tokens * ENTRIES:
-                p[0] = x[entry]
-            sinkhorn(p, repeat, eps)
-            if entry < tokens * ENTRIES:
-                out[entry] = p[0]
+        with T.Kernel(T.ceildiv(tokens, THREADS), threads=THREADS) as block:
+            token = T.cast(block, "int64") * THREADS + T.get_thread_binding()
+            p = T.alloc_local((ENTRIES,), "float32")
+            if token < tokens:
+                for i in T.unroll(MULT):
+                    for j in T.vectorized(MULT):
+                        p[MULT * i + j] = x[token * ENTRIES + MULT * i + j]
+                sinkhorn(p, repeat, eps)
+                for i in T.unroll(MULT):
+                    for j in T.vectorized(MULT):
+                        out[token * ENTRIES + MULT * i + j] = p[MULT * i + j]
 
     return sinkhorn_normalize
 

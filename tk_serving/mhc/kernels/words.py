@@ -5,11 +5,11 @@ import tilelang.language as T
 VALUES = 8  # of one word
 
 
-def spread(hidden: int) -> tuple[int, int]:
-    """(threads, blocks): one thread for each word of a row, as evenly as the size allows."""
+def spread(hidden: int, most: int = 256) -> tuple[int, int]:
+    """(threads, blocks): one thread for each word of a row, as evenly as the size allows, at most ``most`` a block."""
     words = hidden // VALUES
     for threads in (256, 224, 192, 160, 128):
-        if words % threads == 0:
+        if threads <= most and words % threads == 0:
             return threads, words // threads
     threads = min(128, (words + 31) // 32 * 32)
     return threads, (words + threads - 1) // threads

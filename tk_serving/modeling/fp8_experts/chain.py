@@ -85,9 +85,12 @@ def routed_experts(
         after_products()
         return torch.empty_like(x) if out is None else out
     rows = capacity(tokens * topk, experts, alignment)
-    mapping = get_fused_mapping(topk_ids.long(), experts, rows, alignment, True)
+    ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.long()
+    mapping = get_fused_mapping(ids, experts, rows, alignment, True)
     pos_to_expert, token_topk_to_pos = mapping[0], mapping[3]
-    a = expand_to_fused_and_cast(x, "e4m3", BLOCK, token_topk_to_pos, pos_to_expert, True, round_sf)
+    # What the products make of padding rows nobody reads, so that these rows need not be zeros.
+    cast = {"round_sf": round_sf, "zero_padding": False}
+    a = expand_to_fused_and_cast(x, "e4m3", BLOCK, token_topk_to_pos, pos_to_expert, True, **cast)
     # One buffer for both products: the first result is dead once it is cast.
     buffer = torch.empty(rows * max(width, hidden), dtype=x.dtype, device=x.device)
     inner = buffer[: rows * width].view(rows, width)
@@ -98,9 +101,9 @@ def routed_experts(
         BLOCK,
         pos_to_expert=pos_to_expert,
         use_tma_aligned_col_major_sf=True,
-        round_sf=round_sf,
         swiglu_clamp_value=swiglu_limit,
         sf_clamp_min=sf_clamp_min,
+        **cast,
     )
     outer = buffer[: rows * hidden].view(rows, hidden)
     product(b, (weights.w2, weights.w2_sf), outer, pos_to_expert)
@@ -118,6 +121,7 @@ def calls(
     alignment: int = 128,
     swiglu_limit: float | None = None,
     sf_clamp_min: float | None = None,
+    ids_dtype: torch.dtype = torch.int32,
 ) -> Iterator[tuple[Callable[..., Any], tuple, dict[str, Any]]]:
     """(operator, arguments, keyword arguments) of the calls of :func:`routed_experts`, on meta tensors.
 
@@ -133,10 +137,11 @@ def calls(
     for n, k in ((width, hidden), (hidden, width // 2)):
         codes = meta(i32, experts, k // marlin.TILE_K, 2 * n), meta(torch.uint8, experts, k // marlin.GROUP, n)
         yield per_block_cast_lossless_from_marlin, (codes, meta(torch.float32, experts, n // BLOCK, k // BLOCK)), {}
-    yield get_fused_mapping, (meta(torch.int64, tokens, topk), experts, rows, alignment, True), {}
+    yield get_fused_mapping, (meta(ids_dtype, tokens, topk), experts, rows, alignment, True), {}
+    cast = {"round_sf": True, "zero_padding": False}
     mapping = (token_topk_to_pos, pos_to_expert)
-    yield expand_to_fused_and_cast, (meta(dtype, tokens, hidden), "e4m3", BLOCK, *mapping, True, True), {}
-    flags = {"use_tma_aligned_col_major_sf": True, "round_sf": True, "pos_to_expert": pos_to_expert}
+    yield expand_to_fused_and_cast, (meta(dtype, tokens, hidden), "e4m3", BLOCK, *mapping, True), cast
+    flags = {"use_tma_aligned_col_major_sf": True, "pos_to_expert": pos_to_expert, **cast}
     flags |= {"swiglu_clamp_value": swiglu_limit, "sf_clamp_min": sf_clamp_min}
     yield swiglu_forward_and_per_token_cast, (meta(dtype, rows, width), "e4m3", BLOCK), flags
     yield reduce_fused, (meta(dtype, rows, hidden), meta(torch.float32, tokens, topk), token_topk_to_pos), {}

@@ -9,8 +9,11 @@ from tk_serving.quant.kernels.formats import OCTET, bits_of, fmax, octet_writer,
 from tk_serving.quant.kernels.scales import default_floor, mode_of
 from tk_serving.quant.kernels.sources import source
 from tk_serving.quant.kernels.sums import octet_sum, sum_of_row
-from tk_serving.quant.kernels.tiles import HALVES, OCTETS, group_scales, sf_tensor
+from tk_serving.quant.kernels.tiles import HALVES, OCTETS, group_scales, inside, sf_tensor
 from tk_serving.quant.scales import COLUMN, PACKED
+
+RESIDENT = 48
+"""Warps on an SM: a register more for each thread would make them a quarter fewer."""
 
 
 def vector_reader(dtype, aligned):
@@ -31,7 +34,7 @@ def vector_reader(dtype, aligned):
     return read
 
 
-def build(x, weight, residual, with_rstd, out, fmt, npc, layout, round_sf, mega, warps, aligned):
+def build(x, weight, residual, with_rstd, out, fmt, npc, layout, round_sf, mega, warps, whole, aligned):
     """out = x * rstd * (weight * factor), rounded to the dtype of x; and its cast with groups of ``npc`` columns.
 
     Args:
@@ -39,16 +42,19 @@ def build(x, weight, residual, with_rstd, out, fmt, npc, layout, round_sf, mega,
         out: dtype of the plain result, None for none.
         npc: 0 for no cast to ``fmt``; 32 or 128.
         mega: whether the exponents are stored once more, in the row order of scales in tensor memory.
+        whole: the row fills the tiles of its warps. All loads can then come first, without branches between them.
     """
     read = source(x, aligned)
     read_vector = vector_reader(x, aligned)
     write_sum = strided_writer(x, aligned)
     write_out = octet_writer(out or x, aligned)
     write_data = octet_writer(fmt, aligned)
-    scales = group_scales(fmt, npc, layout, round_sf) if npc else None
+    scales = group_scales(fmt, npc, layout, round_sf, whole) if npc else None
     floor = default_floor(fmt, mode_of(layout, round_sf))
     column_major = npc and layout in (COLUMN, PACKED)
     data_dtype, data_bytes = stored_as(fmt)
+    narrow = x == "bfloat16"  # float32 takes more registers than that
+    early = whole and narrow
 
     tokens, width, blocks = T.dynamic("tokens"), T.dynamic("width"), T.dynamic("blocks")
     x_stride, r_stride, s_stride = (T.dynamic(name, "int64") for name in ("x_stride", "r_stride", "s_stride"))
@@ -69,7 +75,7 @@ def build(x, weight, residual, with_rstd, out, fmt, npc, layout, round_sf, mega,
             word[0] = (254 - (bits_of(inverse[h]) >> 23)) << (8 * (octet // 4 % 4))
             word[0] = word[0] | T.shfl_xor(word[0], 4)
             word[0] = word[0] | T.shfl_xor(word[0], 8)
-            if octet % 16 == 0 and octet + h * 32 < octets and row < tokens:
+            if octet % 16 == 0 and inside(octet, h, octets, whole) and row < tokens:
                 mega_sf[place[0], (octet + h * 32) // 16] = word[0]
 
     @T.prim_func
@@ -89,6 +95,8 @@ def build(x, weight, residual, with_rstd, out, fmt, npc, layout, round_sf, mega,
         aligned_m: T.int32,
     ):
         with T.Kernel(stride if column_major else tokens, threads=32 * warps) as block:
+            if narrow:
+                T.annotate_min_blocks_per_sm(min(32, max(1, RESIDENT // warps)))
             T.assume(width % OCTET == 0)
             thread = T.get_thread_binding()
             octets = width // OCTET
@@ -97,6 +105,7 @@ def build(x, weight, residual, with_rstd, out, fmt, npc, layout, round_sf, mega,
             raw = T.alloc_local((HALVES * OCTET,), x)
             other = T.alloc_local((HALVES * OCTET,), x)
             eight = T.alloc_local((OCTET,), "float32")
+            vector = T.alloc_local((HALVES * OCTET,), x)
             more = T.alloc_local((OCTET,), "float32")
             total = T.alloc_local((1,), "float32")
             rstd = T.alloc_local((1,), "float32")
@@ -106,13 +115,17 @@ def build(x, weight, residual, with_rstd, out, fmt, npc, layout, round_sf, mega,
             inverse = T.alloc_local((HALVES,), "float32")
             live[0] = T.cast(row < tokens, "int32")
             for h in T.unroll(HALVES):
-                if row < tokens and octet + h * 32 < octets:
+                if (not column_major or row < tokens) and inside(octet, h, octets, whole):
                     read.load(values, row, octet + h * 32, raw, h)
                     if residual:
                         read.load(added, row, octet + h * 32, other, h)
+            if weight and early:
+                for h in T.unroll(HALVES):
+                    if inside(octet, h, octets, whole):
+                        read_vector(weights, octet + h * 32, vector, h)
             total[0] = T.float32(0.0)
             for h in T.unroll(HALVES):
-                if row < tokens and octet + h * 32 < octets:
+                if (not column_major or row < tokens) and inside(octet, h, octets, whole):
                     read.decode(raw, h, eight)
                     if residual:
                         read.decode(other, h, more)
@@ -123,10 +136,10 @@ def build(x, weight, residual, with_rstd, out, fmt, npc, layout, round_sf, mega,
                     for i in T.unroll(OCTET):
                         eight[i] = eight[i] * eight[i]
                     total[0] = total[0] + octet_sum(eight, 0)
-            if weight:
+            if weight and not early:
                 for h in T.unroll(HALVES):
-                    if octet + h * 32 < octets:
-                        read_vector(weights, octet + h * 32, other, h)
+                    if inside(octet, h, octets, whole):
+                        read_vector(weights, octet + h * 32, vector, h)
             sum_of_row(total, shared, thread, warps)
             rstd[0] = T.float32(1.0) / T.sqrt(total[0] / T.cast(width, "float32") + eps)
             if with_rstd:
@@ -134,10 +147,10 @@ def build(x, weight, residual, with_rstd, out, fmt, npc, layout, round_sf, mega,
                     rstds[row] = rstd[0]
             for h in T.unroll(HALVES):
                 amax[h] = T.float32(0.0)
-                if row < tokens and octet + h * 32 < octets:
+                if (not column_major or row < tokens) and inside(octet, h, octets, whole):
                     read.decode(raw, h, eight)
                     if weight:
-                        read.decode(other, h, more)
+                        read.decode(vector, h, more)
                     for i in T.unroll(OCTET):
                         if weight:
                             eight[i] = eight[i] * rstd[0] * (more[i] * out_scale)
@@ -152,7 +165,7 @@ def build(x, weight, residual, with_rstd, out, fmt, npc, layout, round_sf, mega,
             if npc:
                 scales(amax, inverse, sf, stride, row, octet, octets, tokens, live, T.float32(floor))
                 for h in T.unroll(HALVES):
-                    if row < tokens and octet + h * 32 < octets:
+                    if (not column_major or row < tokens) and inside(octet, h, octets, whole):
                         read.decode(raw, h, eight)
                         write_data(data, row, octet + h * 32, eight, inverse[h])
                 if mega:

@@ -73,14 +73,14 @@ def build(x, fmt, block, layout, round_sf, with_data, aligned):
             scale = T.alloc_local((1,), "float32")
             inverse = T.alloc_local((1,), "float32")
             of_warps = T.alloc_shared((warps, OCTETS // lanes), "float32")
-            for s in T.unroll(steps):
-                if row + s * rows_per_step < tokens and octet < octets:
-                    read.load(values, row + s * rows_per_step, octet, raw, s)
             amax[0] = T.float32(0.0)
+            # Rows and columns past an edge are replaced by the last ones, which changes no maximum: no load waits
+            # behind a branch.
             for s in T.unroll(steps):
-                if row + s * rows_per_step < tokens and octet < octets:
-                    read.maximum(raw, s, most)
-                    amax[0] = fmax(amax[0], most[0])
+                read.load(values, T.min(row + s * rows_per_step, tokens - 1), T.min(octet, octets - 1), raw, s)
+            for s in T.unroll(steps):
+                read.maximum(raw, s, most)
+                amax[0] = fmax(amax[0], most[0])
             # Over the lanes of a block of columns, then over the two rows of a warp, then over the warps.
             for step in T.unroll(lanes.bit_length() - 1):
                 amax[0] = fmax(amax[0], T.shfl_xor(amax[0], 1 << step))
@@ -94,9 +94,9 @@ def build(x, fmt, block, layout, round_sf, with_data, aligned):
             if thread < OCTETS and thread % lanes == 0:
                 store(sf, scale[0], place[0], octet // lanes, place[0] < down and octet < octets)
             if with_data:
-                for s in T.unroll(steps):
-                    if row + s * rows_per_step < tokens and octet < octets:
+                if place[0] < down and octet < octets:
+                    for s in T.unroll(steps):
                         read.decode(raw, s, eight)
-                        write(data, row + s * rows_per_step, octet, eight, inverse[0])
+                        write(data, T.min(row + s * rows_per_step, tokens - 1), octet, eight, inverse[0])
 
     return per_block_cast

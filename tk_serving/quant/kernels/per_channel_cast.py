@@ -30,7 +30,7 @@ def build(x, npc, gathered, swiglu, clamp, npt, round_sf, packed, transposed, al
     """
     read = source(x, aligned)
     load_factor = block_factor("float32" if x == "e4m3" else None, 1, npc)
-    activate = activation(False, clamp, 0, "bfloat16")
+    activate = activation(1, False, clamp, 0, "bfloat16")
     write = octet_writer("e4m3", True)
     rule = scale_rule("e4m3", ROUNDED if round_sf else EXACT)
     floor = FORMATS["e4m3"].floor
@@ -63,7 +63,7 @@ def build(x, npc, gathered, swiglu, clamp, npt, round_sf, packed, transposed, al
                     read.load(values, place[part * AT_ONCE + k], octets + octet, both, 2 * k + 1)
             for k in T.unroll(AT_ONCE):
                 if live[part * AT_ONCE + k] != 0 and octet < octets:
-                    activate(both, k, LIVE, T.float32(1.0), limit, y, counts)
+                    activate(both, k, 1, LIVE, T.float32(1.0), limit, y, counts)
                     for i in T.unroll(OCTET):
                         raw[(part * AT_ONCE + k) * OCTET + i] = T.cast(y[k * OCTET + i], "bfloat16")
 

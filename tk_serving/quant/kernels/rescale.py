@@ -47,13 +47,14 @@ def build(x, x_sf, x_block, sf, sf_block, fmt, stochastic, aligned):
             factor = T.alloc_local((HALVES,), "float32")
             scale = T.alloc_local((HALVES,), "float32")
             eight = T.alloc_local((OCTET,), "float32")
-            for h in T.unroll(HALVES):
-                if row < tokens and octet + h * 32 < octets:
-                    read.load(values, row, octet + h * 32, raw, h)
-                    load_factor(values_sf, row, octet + h * 32, factor, h)
-                    load_scale(scales, row, octet + h * 32, scale, h)
-            for h in T.unroll(HALVES):
-                if row < tokens and octet + h * 32 < octets:
+            if row < tokens:
+                # Lanes past the edge load and store once more what its last ones do: no load waits behind a branch.
+                for h in T.unroll(HALVES):
+                    at = T.min(octet + h * 32, octets - 1)
+                    read.load(values, row, at, raw, h)
+                    load_factor(values_sf, row, at, factor, h)
+                    load_scale(scales, row, at, scale, h)
+                for h in T.unroll(HALVES):
                     read.decode(raw, h, eight)
                     if sf is not None:
                         if scale[h] == T.float32(0.0):
@@ -62,6 +63,6 @@ def build(x, x_sf, x_block, sf, sf_block, fmt, stochastic, aligned):
                                 eight[i] = T.float32(0.0)
                         else:
                             factor[h] = factor[h] * (T.float32(1.0) / scale[h])
-                    write(out, row, octet + h * 32, octets, eight, factor[h], state)
+                    write(out, row, T.min(octet + h * 32, octets - 1), octets, eight, factor[h], state)
 
     return rescale

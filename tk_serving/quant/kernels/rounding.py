@@ -15,11 +15,18 @@ def _mix(x):
 
 
 @T.macro
-def random_bits(state, element, random):
-    """random[0] = the uint32 of an element, whose number is an int64."""
-    random[0] = T.cast(element ^ state[0], "uint32")
+def seeds_of(state, element, seeds):
+    """What the random bits of eight elements share, from the number of the first, an int64 multiple of eight."""
+    seeds[0] = T.cast(element ^ state[0], "uint32")
+    seeds[1] = T.cast(state[0] >> 32, "uint32") ^ (T.cast(element >> 32, "uint32") * T.uint32(GOLDEN))
+
+
+@T.macro
+def random_bits(seeds, i, random):
+    """random[0] = the uint32 of the element i of eight."""
+    random[0] = seeds[0] ^ T.uint32(i)
     random[0] = _mix(random[0])
-    random[0] = random[0] + (T.cast(state[0] >> 32, "uint32") ^ (T.cast(element >> 32, "uint32") * T.uint32(GOLDEN)))
+    random[0] = random[0] + seeds[1]
     random[0] = _mix(random[0])
 
 
@@ -33,8 +40,12 @@ def rounder(target):
         size = T.alloc_local((1,), "uint32")
         bits[0] = T.reinterpret(value[0], "uint32")
         size[0] = bits[0] & T.uint32(0x7FFFFFFF)
-        if size[0] <= T.uint32(0x7F800000):
-            if to.normal == 0 or size[0] >= T.uint32(to.normal):
+        if to.normal == 0:
+            if size[0] <= T.uint32(0x7F800000):
+                bits[0] = (bits[0] + (random[0] >> T.uint32(32 - to.cut))) & T.uint32(2**32 - 2**to.cut)
+            value[0] = T.reinterpret(bits[0], "float32")
+        elif size[0] <= T.uint32(0x7F800000):
+            if size[0] >= T.uint32(to.normal):
                 size[0] = (size[0] + (random[0] >> T.uint32(32 - to.cut))) & T.uint32(2**32 - 2**to.cut)
             else:
                 steps = T.alloc_local((1,), "float32")
@@ -60,11 +71,13 @@ def rounding_writer(fmt, aligned, stochastic):
         if stochastic:
             value = T.alloc_local((1,), "float32")
             random = T.alloc_local((1,), "uint32")
+            seeds = T.alloc_local((2,), "uint32")
             element = T.alloc_local((1,), "int64")
             element[0] = (T.cast(row, "int64") * octets + octet) * OCTET
+            seeds_of(state, element[0], seeds)
             for i in T.unroll(OCTET):
                 value[0] = values[i] * multiplier
-                random_bits(state, element[0] + i, random)
+                random_bits(seeds, i, random)
                 step(value, random)
                 values[i] = value[0]
             write_nearest(data, row, octet, values, T.float32(1.0))

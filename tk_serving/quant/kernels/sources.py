@@ -140,7 +140,8 @@ def source(name, aligned):
 def block_factor(sf_dtype, block_m, block_k):
     """Macro ``load(sf, row, octet, factors, at)``: the scale of eight columns; 1 where ``sf_dtype`` is None.
 
-    ``block_k`` 0 means the whole row.
+    ``block_k`` 0 means the whole row. Places past the edges, which a caller does not use, are kept inside without a
+    branch.
     """
 
     def block_of(octet):
@@ -152,9 +153,11 @@ def block_factor(sf_dtype, block_m, block_k):
             factors[at] = T.float32(1.0)
         elif sf_dtype == "int32":
             exponent = T.alloc_local((1,), "int32")  # a variable: used thrice, and slow to compile in place
-            exponent[0] = (sf[row // block_m, block_of(octet) // 4] >> (8 * (block_of(octet) % 4))) & 255
+            word = T.min(block_of(octet) // 4, sf.shape[1] - 1)
+            exponent[0] = (sf[T.min(row // block_m, sf.shape[0] - 1), word] >> (8 * (block_of(octet) % 4))) & 255
             factors[at] = scale_of_exponent(exponent[0])
         else:
-            factors[at] = T.cast(sf[row // block_m, block_of(octet)], "float32")
+            place = T.min(block_of(octet), sf.shape[1] - 1)
+            factors[at] = T.cast(sf[T.min(row // block_m, sf.shape[0] - 1), place], "float32")
 
     return load

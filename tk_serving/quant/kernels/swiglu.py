@@ -1,7 +1,7 @@
 """SwiGLU of [N, 2 H]: plain or quantised by groups of columns (``by_group``), or with one scale a row (``by_row``).
 
 A row is dead (zero data and scales, not counted) where its expert is missing, and zero (a row of zeros with the scales
-of zeros) where its token is. A dead row is not read from memory.
+of zeros) where its token is. A dead row is not read from memory, unless there are few rows.
 """
 
 from typing import NamedTuple
@@ -25,6 +25,8 @@ from tk_serving.quant.kernels.tiles import (
 from tk_serving.quant.scales import COLUMN, E4M3_COLUMN, PACKED, ROW
 
 DEAD, LIVE, ZERO = 0, 1, 2
+FEW = 512
+"""Up to so many rows dead ones are loaded as well: to know which they are takes longer."""
 EACH = 8
 """Rows that a warp looks through where most may be dead; their scales fill a sector of memory."""
 FULL = 0xFFFFFFFF
@@ -111,32 +113,33 @@ def row_reader(weights, padding):
     return prepare, weigh
 
 
-REFINED = ("float32",)
-"""Types of x of which quotients need a refined reciprocal."""
+LARGEST_GATE = 64.0
+"""Up to this magnitude of the gate the branch-free division covers 1 + exp(-gate)."""
 
 
-def divider(x):
-    """Macro ``divide(a, b, quotient)``: quotient[0] = a / b as IEEE rounds it, without a branch.
+@T.macro
+def reciprocal(b, refined, r):
+    """r[0] = about 1 / b, for b from 1 to 2^96; with ``refined`` to the last bit or the one before."""
+    r[0] = T.fast_rcp(b)
+    if refined:
+        rest = T.alloc_local((1,), "float32")
+        rest[0] = T.ieee_fmaf(-b, r[0], T.float32(1.0))
+        r[0] = T.ieee_fmaf(r[0], rest[0], r[0])
+
+
+@T.macro
+def divide(a, b, r, quotient):
+    """quotient[0] = a / b as IEEE rounds it, without a branch; r is the reciprocal of b.
 
     For b from 1 to 2^96 and an a that is 0 or has a normal quotient: the sequence that the compiler uses for such
-    operands, but not its test for the others, a branch behind which it would hold back all that follows. For bfloat16
-    gates, on which b depends as well, the approximate reciprocal is enough: tests/gpu tries all of them.
+    operands, but not its test for the others, a branch behind which it would hold back all that follows. It refines the
+    reciprocal; where b depends on a bfloat16 a the approximate one is enough: tests/gpu tries all of them.
     The remainder is negated, so that the quotient of -0 is -0.
     """
-
-    @T.macro
-    def divide(a, b, quotient):
-        r = T.alloc_local((1,), "float32")
-        rest = T.alloc_local((1,), "float32")
-        r[0] = T.fast_rcp(b)
-        if x in REFINED:
-            rest[0] = T.ieee_fmaf(-b, r[0], T.float32(1.0))
-            r[0] = T.ieee_fmaf(r[0], rest[0], r[0])
-        quotient[0] = a * r[0]
-        rest[0] = T.ieee_fmaf(b, quotient[0], -a)
-        quotient[0] = T.ieee_fmaf(-rest[0], r[0], quotient[0])
-
-    return divide
+    rest = T.alloc_local((1,), "float32")
+    quotient[0] = a * r
+    rest[0] = T.ieee_fmaf(b, quotient[0], -a)
+    quotient[0] = T.ieee_fmaf(-rest[0], r, quotient[0])
 
 
 def limited(value, limit):
@@ -145,47 +148,72 @@ def limited(value, limit):
     return T.if_then_else(T.abs(value) > limit, cut, value)
 
 
-def activation(weighted, clamp, counters, x):
-    """Macro ``activate(raw, at, state, weight, limit, y, counts)``: y[8 at ...] of a row that is not dead.
+def activation(count, weighted, clamp, counters, x):
+    """Macro ``activate(raw, at, octets, state, weight, limit, y, counts)``: y[8 at ...], so far 0, of the ``count``
+    octets from ``at`` of a row.
 
-    ``raw`` holds the gate octet 2 at and the up octet 2 at + 1. The limits apply by comparison, as NaN stays.
+    ``raw`` holds the gates of octet k at 2 k, its ups at 2 k + 1. ``octets`` of the ``count`` are in the row; the
+    others are zeros. The limits apply by comparison, as NaN stays. One test for all octets leaves more independent work
+    behind it than one for each.
     """
     read = source(x, True)
-    divide = divider(x)
 
     @T.macro
-    def activate(raw, at, state, weight, limit, y, counts):
+    def limit_values(gate, up, limit):
+        for i in T.unroll(OCTET):
+            gate[i] = T.if_then_else(gate[i] > limit, limit, gate[i])
+            up[i] = limited(up[i], limit)
+
+    @T.macro
+    def activate(raw, at, octets, state, weight, limit, y, counts):
         gate = T.alloc_local((OCTET,), "float32")
         up = T.alloc_local((OCTET,), "float32")
         most = T.alloc_local((1,), "float32")
+        largest = T.alloc_local((1,), "float32")
+        below = T.alloc_local((1,), "float32")
+        r = T.alloc_local((1,), "float32")
         quotient = T.alloc_local((1,), "float32")
         if is_read(state, counters):
-            read.decode(raw, 2 * at, gate)
-            read.decode(raw, 2 * at + 1, up)
-            for i in T.unroll(OCTET):
-                if counters:
-                    counts[0] = counts[0] + T.cast(gate[i] > limit, "int32")
-                    counts[1] = counts[1] + T.cast(up[i] > limit, "int32")
-                    counts[2] = counts[2] + T.cast(up[i] < -limit, "int32")
-                if clamp:
-                    gate[i] = T.if_then_else(gate[i] > limit, limit, gate[i])
-                    up[i] = limited(up[i], limit)
-            read.maximum(raw, 2 * at, most)
-            if most[0] <= T.float32(64.0):
-                for i in T.unroll(OCTET):
-                    divide(gate[i], T.float32(1.0) + T.exp(-gate[i]), quotient)
-                    y[at * OCTET + i] = quotient[0] * up[i]
+            largest[0] = T.float32(0.0)
+            for k in T.unroll(count):
+                read.maximum(raw, 2 * (at + k), most)
+                largest[0] = fmax(largest[0], most[0])
+            if counters:
+                for k in T.unroll(count):
+                    read.decode(raw, 2 * (at + k), gate)
+                    read.decode(raw, 2 * (at + k) + 1, up)
+                    for i in T.unroll(OCTET):
+                        counts[0] = counts[0] + T.cast(gate[i] > limit, "int32")
+                        counts[1] = counts[1] + T.cast(up[i] > limit, "int32")
+                        counts[2] = counts[2] + T.cast(up[i] < -limit, "int32")
+                if counters == 4:
+                    counts[3] = counts[3] + OCTET * octets
+            if largest[0] <= T.float32(LARGEST_GATE):
+                for k in T.unroll(count):
+                    read.decode(raw, 2 * (at + k), gate)
+                    read.decode(raw, 2 * (at + k) + 1, up)
+                    if clamp:
+                        limit_values(gate, up, limit)
+                    for i in T.unroll(OCTET):
+                        below[0] = T.float32(1.0) + T.exp(-gate[i])
+                        reciprocal(below[0], x == "float32", r)
+                        divide(gate[i], below[0], r[0], quotient)
+                        y[(at + k) * OCTET + i] = quotient[0] * up[i]
             else:
-                for i in T.unroll(OCTET):
-                    y[at * OCTET + i] = gate[i] / (T.float32(1.0) + T.exp(-gate[i])) * up[i]
+                for k in T.unroll(count):
+                    read.decode(raw, 2 * (at + k), gate)
+                    read.decode(raw, 2 * (at + k) + 1, up)
+                    if clamp:
+                        limit_values(gate, up, limit)
+                    for i in T.unroll(OCTET):
+                        y[(at + k) * OCTET + i] = gate[i] / (T.float32(1.0) + T.exp(-gate[i])) * up[i]
             if weighted:
-                for i in T.unroll(OCTET):
+                for i in T.unroll(OCTET * count):
                     y[at * OCTET + i] = y[at * OCTET + i] * weight
-            if counters == 4:
-                counts[3] = counts[3] + OCTET
-        if state == ZERO:
-            for i in T.unroll(OCTET):
-                y[at * OCTET + i] = T.float32(0.0)
+        if counters:
+            if state == ZERO:
+                for i in T.unroll(OCTET * count):
+                    y[at * OCTET + i] = T.float32(0.0)
 
     return activate
 
@@ -254,7 +282,7 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
     """
     each = 1 if zero_padding else EACH
     prepare, weigh = row_reader(weights, padding)
-    activate = activation(weights is not None, clamp, counters, x)
+    activate = activation(HALVES, weights is not None, clamp, counters, x)
     report = count_reporter(counters, WARPS)
     read, values_of = source(x, aligned), source("float32", True).decode
     write = octet_writer(fmt, aligned)
@@ -262,8 +290,19 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
     find_live = None if zero_padding else live_rows(padding, npc, layout)
     out_dtype, out_bytes = stored_as(fmt)
     column_major = layout in (COLUMN, PACKED, E4M3_COLUMN)
+    # Blocks on an SM; without, the compiler takes registers for 5 to 7.
+    resident = 8 if not (npc and zero_padding) else 10
+    if x == "float32" or counters:
+        resident = 0 if zero_padding else 8
     n, width, blocks = T.dynamic("rows"), T.dynamic("width"), T.dynamic("blocks")
     stride, num_experts = T.dynamic("stride", "int64"), T.dynamic("num_experts")
+
+    @T.macro
+    def load(values, raw, row, n, octet, octets):
+        for h in T.unroll(HALVES):
+            if row < n and octet + h * 32 < octets:
+                read.load(values, row, octet + h * 32, raw, 2 * h)
+                read.load(values, row, octets + octet + h * 32, raw, 2 * h + 1)
 
     @T.macro
     def convert(given, values, data, sf, stride, row, n, octet, octets, lane, limit, floor, counts):
@@ -277,19 +316,24 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
         inverse = T.alloc_local((HALVES,), "float32")
         eight = T.alloc_local((OCTET,), "float32")
         prepare(given, row, n, lane, state, place, 0)
-        for h in T.unroll(HALVES):
-            if state[0] != DEAD and row < n and octet + h * 32 < octets:
-                read.load(values, row, octet + h * 32, raw, 2 * h)
-                read.load(values, row, octets + octet + h * 32, raw, 2 * h + 1)
+        if padding is None or n <= FEW:
+            load(values, raw, row, n, octet, octets)
+        else:
+            if state[0] != DEAD:
+                load(values, raw, row, n, octet, octets)
         weigh(given, row, state, place, weight, 0)
+        for h in T.unroll(HALVES):
+            if octet + h * 32 >= octets:
+                for i in T.unroll(2 * OCTET):
+                    raw[2 * h * OCTET + i] = T.cast(0, x)
+        for i in T.unroll(HALVES * OCTET):
+            y[i] = T.float32(0.0)
+        present = T.cast(octet < octets, "int32") + T.cast(octet + 32 < octets, "int32")
+        activate(raw, 0, present, state[0], weight[0], limit, y, counts)
         for h in T.unroll(HALVES):
             amax[h] = T.float32(0.0)
             for i in T.unroll(OCTET):
-                y[h * OCTET + i] = T.float32(0.0)
-            if state[0] != DEAD and octet + h * 32 < octets:
-                activate(raw, h, state[0], weight[0], limit, y, counts)
-                for i in T.unroll(OCTET):
-                    amax[h] = fmax(amax[h], T.abs(y[h * OCTET + i]))
+                amax[h] = fmax(amax[h], T.abs(y[h * OCTET + i]))
         if npc:
             scales(amax, inverse, sf, stride, row, octet, octets, n, state, floor)
         for h in T.unroll(HALVES):
@@ -314,8 +358,8 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
     ):
         padded = stride if column_major else n
         with T.Kernel(*grid(width // (2 * OCTET), T.ceildiv(padded, each)), threads=32 * WARPS) as (bx, by, bz):
-            if not zero_padding:
-                T.annotate_min_blocks_per_sm(8)  # the loop would take registers for 5
+            if resident:
+                T.annotate_min_blocks_per_sm(resident)
             T.assume(width % (2 * OCTET) == 0)
             thread = T.get_thread_binding()
             octets = width // (2 * OCTET)
@@ -345,7 +389,7 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
 def by_row(x, fmt, round_sf, weights, padding, clamp, counters, warps, held, aligned, zero_padding):
     """One scale for each row, row-major; ``warps`` warps hold a row in registers, ``held`` octets in a lane."""
     prepare, weigh = row_reader(weights, padding)
-    activate = activation(weights is not None, clamp, counters, x)
+    activate = activation(1, weights is not None, clamp, counters, x)
     report = count_reporter(counters, WARPS if warps == 1 else warps)
     read, values_of = source(x, aligned), source("float32", True).decode
     write = octet_writer(fmt, aligned)
@@ -400,7 +444,7 @@ def by_row(x, fmt, round_sf, weights, padding, clamp, counters, warps, held, ali
                 for i in T.unroll(OCTET):
                     y[k * OCTET + i] = T.float32(0.0)
                 if state[0] != DEAD and octet + k * lanes < octets:
-                    activate(raw, k, state[0], weight[0], limit, y, counts)
+                    activate(raw, k, 1, state[0], weight[0], limit, y, counts)
                     for i in T.unroll(OCTET):
                         amax[0] = fmax(amax[0], T.abs(y[k * OCTET + i]))
             max_of_row(amax, thread, warps)

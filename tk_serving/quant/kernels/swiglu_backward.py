@@ -6,45 +6,72 @@ from tk_serving.quant.formats import FORMATS
 from tk_serving.quant.kernels.formats import OCTET, fmax, octet_writer
 from tk_serving.quant.kernels.sources import block_factor, source
 from tk_serving.quant.kernels.sums import octet_sum, sum_of_row
-from tk_serving.quant.kernels.swiglu import DEAD, LIVE, Rows, row_reader, weights_tensor
+from tk_serving.quant.kernels.swiglu import (
+    DEAD,
+    LARGEST_GATE,
+    LIVE,
+    Rows,
+    divide,
+    limited,
+    reciprocal,
+    row_reader,
+    weights_tensor,
+)
 from tk_serving.quant.kernels.tiles import HALVES, OCTETS, group_scales
 from tk_serving.quant.scales import ROW
 
 THREADS = 256  # of the gather
+RESIDENT = 24  # warps on an SM, for which the compiler would take too many registers
 
 
 def gradient(clamp):
     """Macro ``gradient(a, b, go, weight, limit, act)``: a and b become their gradients, act the activation."""
 
     @T.macro
-    def differentiate(a, b, go, weight, limit, act):
-        gate = T.alloc_local((1,), "float32")
-        up = T.alloc_local((1,), "float32")
-        t = T.alloc_local((1,), "float32")
+    def finish(a, b, go, gate, up, over, s, weight, limit, act, i):
+        """``over`` = gate / t and ``s`` = 1 / t with t = 1 + exp(-gate)."""
         q = T.alloc_local((1,), "float32")
+        slope = T.alloc_local((1,), "float32")
+        act[i] = over * up
+        q[0] = go[i] * weight * s
+        slope[0] = T.ieee_fmaf(gate, T.float32(1.0) - s, T.float32(1.0))
+        if clamp:
+            b[i] = T.if_then_else(T.abs(b[i]) > limit, T.float32(0.0), q[0] * gate)
+            a[i] = T.if_then_else(a[i] > limit, T.float32(0.0), q[0] * up * slope[0])
+        else:
+            b[i] = q[0] * gate
+            a[i] = q[0] * up * slope[0]
+
+    @T.macro
+    def differentiate(a, b, go, weight, limit, act):
+        gate = T.alloc_local((OCTET,), "float32")
+        up = T.alloc_local((OCTET,), "float32")
+        largest = T.alloc_local((1,), "float32")
+        t = T.alloc_local((1,), "float32")
+        r = T.alloc_local((1,), "float32")
+        over = T.alloc_local((1,), "float32")
+        s = T.alloc_local((1,), "float32")
+        largest[0] = T.float32(0.0)
         for i in T.unroll(OCTET):
-            gate[0] = a[i]
-            up[0] = b[i]
+            gate[i] = a[i]
+            up[i] = b[i]
             if clamp:
-                gate[0] = T.if_then_else(a[i] > limit, limit, a[i])
-                up[0] = T.if_then_else(b[i] > limit, limit, T.if_then_else(b[i] < -limit, -limit, b[i]))
-            t[0] = T.float32(1.0) + T.exp(-gate[0])
-            act[i] = gate[0] / t[0] * up[0]
-            t[0] = T.float32(1.0) / t[0]
-            q[0] = go[i] * weight * t[0]
-            t[0] = T.ieee_fmaf(gate[0], T.float32(1.0) - t[0], T.float32(1.0))
-            if clamp:
-                if b[i] > limit or b[i] < -limit:
-                    b[i] = T.float32(0.0)
-                else:
-                    b[i] = q[0] * gate[0]
-                if a[i] > limit:
-                    a[i] = T.float32(0.0)
-                else:
-                    a[i] = q[0] * up[0] * t[0]
-            else:
-                b[i] = q[0] * gate[0]
-                a[i] = q[0] * up[0] * t[0]
+                gate[i] = T.if_then_else(a[i] > limit, limit, a[i])
+                up[i] = limited(b[i], limit)
+            largest[0] = fmax(largest[0], T.abs(gate[i]))
+        if largest[0] <= T.float32(LARGEST_GATE):
+            for i in T.unroll(OCTET):
+                t[0] = T.float32(1.0) + T.exp(-gate[i])
+                reciprocal(t[0], True, r)
+                divide(gate[i], t[0], r[0], over)
+                divide(T.float32(1.0), t[0], r[0], s)
+                finish(a, b, go, gate[i], up[i], over[0], s[0], weight, limit, act, i)
+        else:
+            for i in T.unroll(OCTET):
+                t[0] = T.float32(1.0) + T.exp(-gate[i])
+                over[0] = gate[i] / t[0]
+                s[0] = T.float32(1.0) / t[0]
+                finish(a, b, go, gate[i], up[i], over[0], s[0], weight, limit, act, i)
 
     return differentiate
 
@@ -89,6 +116,7 @@ def build(x, npc, cast, grad, weights, padding, clamp, out, x_grad, weight_grad,
         alignment: T.int32,
     ):
         with T.Kernel(n, threads=32 * warps) as row:
+            T.annotate_min_blocks_per_sm(max(1, RESIDENT // warps))
             T.assume(width % (2 * OCTET) == 0)
             thread = T.get_thread_binding()
             octets = width // (2 * OCTET)

@@ -54,7 +54,12 @@ def sf_tensor(layout, rows, blocks, stride):
     return T.Tensor((rows, blocks), STORED[layout])
 
 
-def group_scales(fmt, npc, layout, round_sf):
+def inside(octet, half, octets, whole):
+    """Whether a lane's octet of a half is in the row."""
+    return True if whole else octet + half * 32 < octets
+
+
+def group_scales(fmt, npc, layout, round_sf, whole=False):
     """Macro ``scales(amax, inverse, sf, stride, row, octet, octets, tokens, live, floor)``.
 
     Turns the maxima of the lanes, one for each half, into the multipliers of the groups and stores the scales. A row
@@ -74,10 +79,10 @@ def group_scales(fmt, npc, layout, round_sf):
         """One scale, if the group is in the tensor."""
         if column_major:
             columns = view(sf, (sf.shape[1], stride), dtype)
-            if octet < octets and row < stride:
+            if (whole or octet < octets) and row < stride:
                 columns[0][octet // lanes, row] = value
         else:
-            if octet < octets and row < tokens:
+            if (whole or octet < octets) and row < tokens:
                 sf[row, octet // lanes] = value
 
     @T.macro
@@ -86,17 +91,17 @@ def group_scales(fmt, npc, layout, round_sf):
         words = view(sf, (sf.shape[1], stride), "int32")
         word = T.alloc_local((1,), "int32")
         word[0] = 0
-        if octet < octets:
+        if whole or octet < octets:
             word[0] = exponent << (8 * (octet // lanes % 4))
         if lanes == 16:
             word[0] = word[0] | T.shfl_xor(word[0], 1)  # the other half
             word[0] = word[0] | T.shfl_xor(word[0], 16)
-            if octet % 64 == 0 and octet // 64 < sf.shape[1] and row < stride:
+            if octet % 64 == 0 and (whole or octet // 64 < sf.shape[1]) and row < stride:
                 words[0][octet // 64, row] = word[0]
         else:
             word[0] = word[0] | T.shfl_xor(word[0], lanes)
             word[0] = word[0] | T.shfl_xor(word[0], 2 * lanes)
-            if octet % (4 * lanes) == half and octet < octets and row < stride:
+            if octet % (4 * lanes) == half and (whole or octet < octets) and row < stride:
                 words[0][octet // (4 * lanes), row] = word[0]
 
     @T.macro
