@@ -58,6 +58,25 @@ def _environment() -> dict[str, str]:
     return {"BUILDAH_ISOLATION": "oci" if capabilities >> 24 & 1 else "chroot", **os.environ}
 
 
+def _stored() -> dict[str, set[str]]:
+    """Containers and images of this machine, by the command that removes them."""
+    return {
+        "rm": set(buildah("containers", "--quiet", "--notruncate").split()),
+        "rmi": set(buildah("images", "--quiet", "--no-trunc").split()),
+    }
+
+
+@contextlib.contextmanager
+def _tidy(keep: bool) -> Iterator[None]:
+    """After a success remove what the build has left: containers of its stages and, unless kept, all of its layers."""
+    before = _stored()
+    yield
+    for added in _stored()["rm"] - before["rm"]:
+        buildah("rm", added)
+    while not keep and (added := _stored()["rmi"] - before["rmi"]):  # a layer shows when that above it has gone
+        buildah("rmi", added.pop())
+
+
 def base() -> None:
     """Make the base image, unless it is there."""
     if subprocess.run(["buildah", "inspect", "--type", "image", BASE], capture_output=True).returncode == 0:
@@ -214,7 +233,9 @@ def _server(engine: str, image: str, container: str, folder: Path) -> Iterator[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("engines", nargs="*", choices=[*SERVE, []], default=["vllm"])
-    parser.add_argument("--keep", action="store_true", help="keep the images")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the images, and the layers that make the next build fast"
+    )
     options = parser.parse_args()
     missing = [tool for tool in ("buildah", "debootstrap") if shutil.which(tool) is None]
     if missing:
@@ -223,10 +244,8 @@ def main() -> None:
         )
     base()
     for engine in options.engines or ["vllm"]:
-        image = build(engine)
-        ask(engine, image)
-        if not options.keep:
-            buildah("rmi", image)
+        with _tidy(options.keep):
+            ask(engine, build(engine))
         print(f"images: {engine}: OK", flush=True)
 
 

