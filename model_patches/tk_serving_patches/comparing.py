@@ -59,6 +59,13 @@ def reset() -> None:
     _first.clear()
 
 
+def by_id(result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Weights and ids of a routing with the experts of a token in the order of their ids, which is free."""
+    weights, ids = result
+    ids, order = ids.sort(dim=-1)
+    return weights.gather(-1, order), ids
+
+
 def skip() -> None:
     """Called by a replacement: the present call cannot be compared, its input is not what the engine would have."""
     _state.skip = True

@@ -10,7 +10,7 @@ from rich.console import Console
 from tk_serving.bench import compare as comparing
 from tk_serving.bench import report, run
 from tk_serving.bench.page import page
-from tk_serving.bench.record import Record, geometric_mean, merge
+from tk_serving.bench.record import Record, complete, geometric_mean, merge
 
 
 def shown(record, width=200):
@@ -55,6 +55,21 @@ class TestRecord:
         one.conclude(4000.0)
         assert one.equal is False
         assert row(agreement=None, factors=()).equal is None
+
+    def test_operators_that_did_not_run_come_from_an_earlier_record(self, record, row):
+        new = record([row("moe.topk_gate", tokens=8, us=5.0)])
+        old = record([row("moe.topk_gate", tokens=64, us=7.0), row("transpose.transpose", tokens=8, us=9.0)])
+        old.revision, old.date = "0123456789abcdef", "2026-01-02T03:04:05"
+        found = complete(new, old)
+        assert [(r.operator, r.tokens) for r in found.rows] == [("moe.topk_gate", 8), ("transpose.transpose", 8)]
+        assert found.earlier["transpose.transpose"] == "0123456789ab, 2026-01-02"
+        assert "(revision 0123456789ab, 2026-01-02): `transpose.transpose`" in page(found, "record.json")
+
+    def test_an_earlier_record_of_another_device_is_refused(self, record):
+        old = record()
+        old.device = "another"
+        with pytest.raises(ValueError, match=r"earlier: device: expected .*, got 'another'"):
+            complete(record(), old)
 
     def test_parts_of_a_suite_merge(self, record, row):
         first = record([row("moe.topk_gate", tokens=8, us=5.0)])

@@ -1,5 +1,8 @@
 """What the integrations with serving engines share."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -60,3 +63,12 @@ def test_rows_in_token_order_are_what_the_reduction_reads():
     larger = positions.in_token_order(1 << 15, 3, rows.device)
     assert larger[-1, -1] == 3 * (1 << 15) - 1
     assert positions.in_token_order(3, 2, rows.device).data_ptr() == larger.data_ptr()
+
+
+def test_a_table_that_a_captured_graph_reads_stays_when_a_larger_one_replaces_it(monkeypatch):
+    monkeypatch.setattr(positions, "_weights", {})
+    alive = weakref.ref(positions.constant(1.5, 3, 2, torch.device("cpu"))._base)
+    larger = positions.constant(1.5, 1 << 15, 3, torch.device("cpu"))
+    gc.collect()
+    assert alive() is not None
+    assert alive().numel() < larger.numel()

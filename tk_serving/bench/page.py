@@ -43,6 +43,9 @@ def page(record: Record, source: str, plots: Sequence[str] = (), causes: Sequenc
         f"Copy bandwidth in the same run: {record.copy_gbps:.0f} GB/s. Empty kernel: {floors}.\n",
         f"{record.method}\n",
     ]
+    for origin in dict.fromkeys(record.earlier.values()):
+        names = ", ".join(f"`{name}`" for name, of in record.earlier.items() if of == origin)
+        parts.append(f"Not measured in this run, shown from an earlier one (revision {origin}): {names}.\n")
     lines = [_plain_markup(line) for line in means(record)]
     if lines:
         parts += ["## Summary\n", _bullets(lines)]

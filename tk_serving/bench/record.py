@@ -134,6 +134,8 @@ class Record:
     rows: list[Row] = field(default_factory=list)
     chains: list[ChainRow] = field(default_factory=list)
     aborted: str = ""
+    earlier: dict[str, str] = field(default_factory=dict)
+    """Operators whose rows are of an earlier record: its revision and date."""
 
     def __post_init__(self) -> None:
         self.rows = [row if isinstance(row, Row) else Row(**row) for row in self.rows]
@@ -192,6 +194,27 @@ def merge(records: Sequence[Record]) -> Record:
         first.aborted = other.aborted
         first.date = max(first.date, other.date)
     return first
+
+
+def complete(record: Record, earlier: Record) -> Record:
+    """The record with the rows of an earlier one for operators, and the chains, that it did not measure at all.
+
+    Those rows keep the copy bandwidth of their own run.
+
+    Raises:
+        ValueError: the records come from different devices.
+    """
+    if earlier.device != record.device:
+        raise ValueError(f"earlier: device: expected {record.device!r}, got {earlier.device!r}")
+    lacking = {row.operator for row in earlier.rows} - {row.operator for row in record.rows}
+    record.rows += [row for row in earlier.rows if row.operator in lacking]
+    origin = f"{earlier.revision[:12]}, {earlier.date[:10]}"
+    record.earlier |= {operator: earlier.earlier.get(operator, origin) for operator in sorted(lacking)}
+    known = {row.key for row in record.chains}
+    added = [row for row in earlier.chains if row.key not in known]
+    record.chains += added
+    record.earlier |= {f"chain {row.chain} at {row.tokens} tokens": origin for row in added}
+    return record
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:

@@ -176,9 +176,12 @@ def publish(
     return bool(record.aborted or failed or any(row.error or row.equal is False for row in record.chains))
 
 
-def load(paths: Sequence[Path]) -> Record:
-    """One record from files that hold parts of it."""
-    return records.merge([Record.load(path) for path in paths])
+def load(paths: Sequence[Path], before: Sequence[Path] = ()) -> Record:
+    """One record from files that hold parts of it; operators without a row are filled in from earlier records."""
+    record = records.merge([Record.load(path) for path in paths])
+    for path in before:
+        record = records.complete(record, Record.load(path))
+    return record
 
 
 def compare(old: Path, new: Path, console: Console | None = None) -> bool:

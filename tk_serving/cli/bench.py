@@ -57,6 +57,12 @@ def bench(
         list[Path] | None,
         typer.Option("--from", help="Show these records, merged, instead of measuring."),
     ] = None,
+    earlier: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="With --from: operators and chains that it lacks are shown from these older records, marked."
+        ),
+    ] = None,
     compare: Annotated[tuple[Path, Path] | None, typer.Option(help="OLD NEW: show what became slower.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the rows and peers; needs no GPU.")] = False,
 ) -> None:
@@ -105,7 +111,7 @@ def bench(
             return
         if plot is not None:
             run.require_matplotlib()
-        record = run.load(source) if source else _measure(options)
+        record = run.load(source, earlier or ()) if source else _measure(options)
         failed = run.publish(record, json, plot, page, source[0] if source and len(source) == 1 else json, causes)
     except (ValueError, OSError) as error:
         _refuse(str(error))

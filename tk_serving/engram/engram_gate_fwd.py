@@ -134,6 +134,7 @@ def _inputs(
     mutates=("hidden_states",),
     traffic=_traffic,
     finish=_finish,
+    moves_data=True,
     cases=[
         {"tokens": 0, "hidden": 256},
         {"tokens": 1, "hidden": 1024},

@@ -82,6 +82,7 @@ def _inputs(
     plan=_plan,
     inputs=_inputs,
     equality=Close(1e-2, 1e-2),
+    moves_data=True,
     cases=[
         {"tokens": 0, "hidden": 128},
         {"tokens": 19, "hidden": 192, "splits": 2},

@@ -58,6 +58,7 @@ def _inputs(make: Maker, *, tokens: int, hidden: int, layout: str = "dense") -> 
     mutates=("out",),
     finish=owned(1),
     aliases=("mhc_post_fwd",),
+    moves_data=True,
     cases=[
         {"tokens": 0, "hidden": 128},
         {"tokens": 3, "hidden": 192},

@@ -40,6 +40,7 @@ def _inputs(make: Maker, *, tokens: int, hidden: int) -> tuple:
     mutates=("out",),
     finish=owned(1),
     aliases=("mhc_pre_apply_mix_fwd",),
+    moves_data=True,
     cases=[{"tokens": 0, "hidden": 128}, {"tokens": 3, "hidden": 192}, {"tokens": 2, "hidden": 1280}],
     workloads=serving(lambda m: {"hidden": m.hidden_size} if m.hc_mult else None),
 )

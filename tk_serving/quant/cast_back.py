@@ -56,6 +56,7 @@ def _serving(model: Model) -> dict[str, object]:
     plan=_plan,
     inputs=_inputs,
     equality=BITWISE,
+    moves_data=True,
     cases=[
         {"tokens": 0, "hidden": 512, "source": "e4m3", "block": (1, 128)},
         {"tokens": 5, "hidden": 576, "source": "e4m3", "block": (1, 128), "layout": "column", "values": "special"},

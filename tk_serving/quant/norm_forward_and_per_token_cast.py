@@ -174,6 +174,7 @@ def _inputs(
     equality=BITWISE,
     mutates=("out", "out_bf16", "residual_out", "mega_moe_sf"),
     finish=_finish,
+    moves_data=True,
     cases=[
         {"tokens": 0, "hidden": 256, "npc": 128, "column_major": True, "batch": 2, "residual": "new"},
         {

@@ -48,6 +48,7 @@ def _finish(results: Quantized, *args: Any) -> Quantized:
     equality=BITWISE,
     mutates=("out",),
     finish=_finish,
+    moves_data=True,
     cases=[
         {"tokens": 0, "hidden": 256, "block": (128, 128), "column_major": True},
         {"tokens": 130, "hidden": 208, "block": (128, 128), "values": "special"},

@@ -69,6 +69,7 @@ def _engine_forms(model: Model) -> list[dict[str, object]]:
     equality=BITWISE,
     mutates=("out",),
     finish=_finish,
+    moves_data=True,
     cases=[
         {"tokens": 0, "hidden": 512, "fmt": "e2m1", "npc": 32},
         {"tokens": 5, "hidden": 576, "fmt": "e4m3", "npc": 128, "values": "special"},

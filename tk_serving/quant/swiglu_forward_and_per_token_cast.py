@@ -132,6 +132,7 @@ def _engine_forms(model: Model) -> list[dict[str, object]]:
     equality=(Steps(), Steps(), BITWISE),
     mutates=("clamped_count",),
     unspecified=_unspecified,
+    moves_data=True,
     cases=[
         {"tokens": 0, "hidden": 256, "npc": 128, "column_major": True},
         {"tokens": 6, "hidden": 384, "npc": 128, "values": "special"},

@@ -13,6 +13,7 @@ from tk_serving.moe.expand_to_fused_with_sf import expand_to_fused_with_sf
 from tk_serving.moe.get_fused_mapping import get_fused_mapping
 from tk_serving.moe.reduce_fused import reduce_fused
 from tk_serving_patches import Function, Site
+from tk_serving_patches.positions import constant
 from tk_serving_sglang.sites._calls import left_to_engine, on, refusal, runs, scale_layout
 
 _SCATTER = ("get_fused_mapping", "expand_to_fused_with_sf")
@@ -39,14 +40,15 @@ def _ep_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         rows, experts = output_tensor.shape[0], num_recv_tokens_per_expert.shape[0]
         quantised = recv_x_scale is not None and recv_x.dtype != torch.bfloat16
-        ids = recv_topk.long() - expert_start if expert_start else recv_topk.long()
+        ids = recv_topk - expert_start if expert_start else recv_topk
         mapping = (ids.contiguous(), experts, rows, expert_alignment, True)
         options = scale_layout(output_tensor_scale, rows, scale_ue8m0) if quantised else {}
         reason = options if isinstance(options, str) else None
         column_major = not isinstance(options, str) and "use_tma_aligned_col_major_sf" in options
         function: Any = expand_to_fused_with_sf if quantised else expand_to_fused
         x: tuple[Any, ...] = ((recv_x, recv_x_scale), quant_block_size) if quantised else (recv_x,)
-        layout = (column_major,) if quantised else ()
+        # Products skip rows whose owner is -1, and nothing gathers them: SGLang leaves them as they are, too.
+        layout = (column_major, False) if quantised else (False,)
         if reason is None and (m_indices.shape[0] != rows or output_index.dtype != torch.int32):
             reason = "positions of another form"
         reason = reason or refusal("routed-experts-scatter", get_fused_mapping, *mapping)
@@ -91,11 +93,17 @@ def _post_reorder(original: Callable[..., Any]) -> Callable[..., Any]:
         routed_scaling_factor: float,
         lora_delta: Tensor | None = None,
     ) -> None:
-        weights = topk_weights.float()
+        rows: Any = down_output.view(-1, hidden_size)
+        weights = topk_weights.float().contiguous()
         if routed_scaling_factor != 1.0:
-            weights = weights * routed_scaling_factor
+            # As a scale of every row it costs no launch.
+            factor = constant(routed_scaling_factor, rows.shape[0], 1, rows.device)
+            if factor is None:
+                weights = weights * routed_scaling_factor
+            else:
+                rows = (rows, factor.view(-1))
         reason = "a LoRA" if lora_delta is not None else None
-        call = (down_output.view(-1, hidden_size), weights.contiguous(), src2dst.view(num_tokens, topk))
+        call = (rows, weights, src2dst.view(num_tokens, topk))
         if runs("routed-experts-reduce", _REDUCE, reduce_fused, *call, reason=reason, tokens=num_tokens, out=output):
             reduce_fused(*call, out=output)
             return
@@ -123,7 +131,7 @@ SITES = (
         operators=_SCATTER,
         # SGLang places the rows of an expert in the order in which its atomics come: nothing to compare with.
         patches=(Function(f"{_KERNELS}:ep_scatter", _ep_scatter, comparable=False),),
-        why="Rows of an expert in the order of their tokens, run after run the same; padding rows are zeros.",
+        why="Rows of an expert in the order of their tokens, run after run the same.",
         how="One stable mapping instead of atomic counters; takes contiguous layouts, quantised or not. Masked layouts "
         "(small batches) stay with SGLang.",
         until=_UNTIL,
@@ -135,7 +143,7 @@ SITES = (
         operators=_REDUCE,
         patches=(Function(f"{_KERNELS}:post_reorder_deepgemm", _post_reorder),),
         why="Sums in f32 with one rounding, wide loads; contiguous and masked layouts.",
-        how="The scaling factor goes into the weights; LoRA stays with SGLang.",
+        how="The scaling factor is a scale of every row; LoRA stays with SGLang.",
         until=_UNTIL,
         sources={"0.5.23": "f2d6c3a425c5a140"},
         unsuitable=on("cuda"),

@@ -13,6 +13,7 @@ from tk_serving.moe.top2_sum_gate import top2_sum_gate
 from tk_serving.moe.topk_gate import topk_gate
 from tk_serving.moe.topk_sum_and_topk_group_idx import topk_sum_and_topk_group_idx
 from tk_serving_patches import Function, Site
+from tk_serving_patches.comparing import by_id
 from tk_serving_patches.positions import in_token_order
 from tk_serving_sglang.sites._calls import float_of, left_to_engine, refusal, runs
 
@@ -21,6 +22,12 @@ _SCORED = ("moe_topk_gate",)
 _GROUPED = ("topk_sum_and_topk_group_idx", "topk_gate")
 _TOPK = "sglang.srt.layers.moe.topk"
 _EPS = 1e-20  # SGLang adds it to the sum of the weights
+
+
+def _logits(gating_output: Tensor) -> Tensor:
+    """In a dtype that the gates read."""
+    readable = gating_output.dtype in (torch.float32, torch.bfloat16)
+    return (gating_output if readable else gating_output.float()).contiguous()
 
 
 def _biased_grouped_topk(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,10 +45,9 @@ def _biased_grouped_topk(original: Callable[..., Any]) -> Callable[..., Any]:
         routed_scaling_factor: float | None = None,
         apply_routed_scaling_factor_on_output: bool | None = False,
     ) -> tuple[Tensor, Tensor]:
-        experts, shared = gating_output.shape[-1], num_fused_shared_experts
+        shared = num_fused_shared_experts
         groups = num_expert_group if num_expert_group and num_expert_group > 1 else 0
         scaled = bool(apply_routed_scaling_factor_on_output and routed_scaling_factor)
-        inside = scaled and shared in (1, 2)  # the operator gives shared experts the weight 1
         gate: tuple[Any, ...] = ()
         reason = None
         if not renormalize:
@@ -50,13 +56,13 @@ def _biased_grouped_topk(original: Callable[..., Any]) -> Callable[..., Any]:
             reason = "a bias for every token"
         else:
             gate = (
-                gating_output.float().contiguous(),
+                _logits(gating_output),
                 float_of(correction_bias),
                 topk - shared,
                 (topk_group or 0) if groups else 0,
                 groups,
-                inside,
-                shared if inside else 0,
+                shared > 0,
+                shared,
                 float(routed_scaling_factor) if scaled and routed_scaling_factor else 1.0,
                 0,
                 1,
@@ -64,7 +70,7 @@ def _biased_grouped_topk(original: Callable[..., Any]) -> Callable[..., Any]:
                 1,
                 "sigmoid",
             )
-            reason = refusal("routing", top2_sum_gate, *gate)
+            reason = refusal("routing", top2_sum_gate, *gate, int32_ids=True)
         if reason is not None:
             left_to_engine(_BIASED, reason)
             return original(
@@ -79,12 +85,10 @@ def _biased_grouped_topk(original: Callable[..., Any]) -> Callable[..., Any]:
                 routed_scaling_factor=routed_scaling_factor,
                 apply_routed_scaling_factor_on_output=apply_routed_scaling_factor_on_output,
             )
-        ids, weights = top2_sum_gate(*gate)
-        ids = ids.to(torch.int32)
-        if shared and not inside:
-            weight = 1.0 if scaled or not routed_scaling_factor else 1.0 / routed_scaling_factor
-            ids = torch.nn.functional.pad(ids, (0, shared), value=experts)
-            weights = torch.nn.functional.pad(weights, (0, shared), value=weight)
+        ids, weights = top2_sum_gate(*gate, int32_ids=True)
+        if shared and not scaled and routed_scaling_factor not in (None, 0.0, 1.0):
+            # The operator gives shared experts the weight 1; SGLang multiplies by the factor later.
+            weights[:, topk - shared :].fill_(1.0 / float(routed_scaling_factor or 1.0))
         return weights, ids
 
     return biased_grouped_topk
@@ -192,7 +196,7 @@ def _biased_topk(original: Callable[..., Any]) -> Callable[..., Any]:
             reason = "no correction bias"
         if reason is None:
             gate = (
-                gating_output.float().contiguous(),
+                _logits(gating_output),
                 topk - shared,
                 shared > 0,
                 shared,
@@ -202,7 +206,7 @@ def _biased_topk(original: Callable[..., Any]) -> Callable[..., Any]:
                 _is_token(gating_output.shape[0], num_token_non_padded, gating_output.device),
                 float_of(correction_bias),
             )
-            reason = refusal("routing-scores", moe_topk_gate, *gate)
+            reason = refusal("routing-scores", moe_topk_gate, *gate, int32_ids=True)
         if reason is not None:
             left_to_engine(_SCORED, reason)
             return original(
@@ -222,8 +226,8 @@ def _biased_topk(original: Callable[..., Any]) -> Callable[..., Any]:
                 router_logits_partials=router_logits_partials,
                 num_shared_append=num_shared_append,
             )
-        ids, weights = moe_topk_gate(*gate)
-        return weights, ids.to(torch.int32)
+        ids, weights = moe_topk_gate(*gate, int32_ids=True)
+        return weights, ids
 
     return biased_topk_jit_kernel_impl
 
@@ -242,8 +246,8 @@ def _hash_topk(original: Callable[..., Any]) -> Callable[..., Any]:
         shared = num_fused_shared_experts
         # SGLang scales the routed experts later; what it will multiply a shared expert with is taken out here.
         reason = "shared experts with another weight than 1" if shared and routed_scaling_factor != 1.0 else None
-        options = {"hash_table": tid2eid, "token_ids": input_ids}
-        call = (router_logits.float().contiguous(), tid2eid.shape[1], shared > 0, shared, 1.0, 0, scoring_func)
+        options = {"hash_table": tid2eid, "token_ids": input_ids, "int32_ids": True}
+        call = (_logits(router_logits), tid2eid.shape[1], shared > 0, shared, 1.0, 0, scoring_func)
         if not runs("routing-hash", _SCORED, moe_topk_gate, *call, reason=reason, **options):
             return original(
                 router_logits,
@@ -254,16 +258,9 @@ def _hash_topk(original: Callable[..., Any]) -> Callable[..., Any]:
                 scoring_func=scoring_func,
             )
         ids, weights = moe_topk_gate(*call, **options)
-        return weights, ids.to(torch.int32)
+        return weights, ids
 
     return hash_topk
-
-
-def _by_id(result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Weights and ids with the experts of a token in the order of their ids: both sides choose in another order."""
-    weights, ids = result
-    ids, order = ids.sort(dim=-1)
-    return weights.gather(-1, order), ids
 
 
 _UNTIL = "SGLang's registry of kernels dispatches routing."
@@ -272,7 +269,7 @@ SITES = (
     Site(
         name="routing",
         operators=_BIASED,
-        patches=(Function(f"{_TOPK}:biased_grouped_topk", _biased_grouped_topk, in_order=_by_id),),
+        patches=(Function(f"{_TOPK}:biased_grouped_topk", _biased_grouped_topk, in_order=by_id),),
         why="One launch for scores, groups, top-k, normalisation, scaling and shared experts, for any expert count.",
         how="Takes routers with one bias and normalised weights (V3). What SGLang does with the ids afterwards "
         "(placement, padding, recording) stays.",
@@ -282,7 +279,7 @@ SITES = (
     Site(
         name="routing-grouped",
         operators=_GROUPED,
-        patches=(Function(f"{_TOPK}:grouped_topk", _grouped_topk, in_order=_by_id),),
+        patches=(Function(f"{_TOPK}:grouped_topk", _grouped_topk, in_order=by_id),),
         why="The choice of groups and experts in one launch each; ties go to the lower expert on every device.",
         how="Takes softmax and sigmoid routers without a bias (V2); shared experts in random slots stay with SGLang.",
         until=_UNTIL,
@@ -291,7 +288,7 @@ SITES = (
     Site(
         name="routing-scores",
         operators=_SCORED,
-        patches=(Function(f"{_TOPK}:biased_topk_jit_kernel_impl", _biased_topk, in_order=_by_id),),
+        patches=(Function(f"{_TOPK}:biased_topk_jit_kernel_impl", _biased_topk, in_order=by_id),),
         why="Scores, top-k, normalisation, scaling and the mask of padding rows in one launch.",
         how="Takes sqrtsoftplus and sigmoid routers with a bias and normalised weights (V4). Packed ids for another "
         "kernel's experts stay with SGLang; a NaN ranks last, where SGLang's log1p form ranks it first.",
@@ -301,7 +298,7 @@ SITES = (
     Site(
         name="routing-hash",
         operators=_SCORED,
-        patches=(Function("sglang.kernels.ops.moe.dsv4:hash_topk", _hash_topk, in_order=_by_id),),
+        patches=(Function("sglang.kernels.ops.moe.dsv4:hash_topk", _hash_topk, in_order=by_id),),
         why="The table, the scores of its experts and their normalisation in one launch.",
         how="Takes layers without shared experts among the routed ones, or with a scaling factor of 1.",
         until=_UNTIL,

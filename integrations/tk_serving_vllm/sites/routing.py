@@ -11,6 +11,7 @@ from torch import Tensor
 from tk_serving.moe.moe_topk_gate import moe_topk_gate
 from tk_serving.moe.top2_sum_gate import top2_sum_gate
 from tk_serving_patches import Function, Site
+from tk_serving_patches.comparing import by_id
 from tk_serving_vllm.sites._calls import left_to_engine, offer, on
 
 _OPERATORS = ("top2_sum_gate",)
@@ -168,13 +169,6 @@ def _cpu(original: Callable[..., Any]) -> Callable[..., Any]:
         return weights, ids.to(indices_type or torch.int32)
 
     return compute_routing
-
-
-def by_id(result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Weights and ids in the order of the ids: which expert comes first does not matter."""
-    weights, ids = result
-    order = ids.long().argsort(-1)
-    return weights.gather(-1, order), ids.gather(-1, order)
 
 
 SITES = (

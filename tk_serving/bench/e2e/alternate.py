@@ -5,10 +5,12 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import queue
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,8 +59,8 @@ MAX_DIFFERENCE, MEAN_DIFFERENCE = 5e-2, 2e-3
 """Bounds within which the log-probabilities of both sides agree: rounding in bfloat16 happens in other places."""
 
 NOISE = 1.5
-"""Where the engine is farther from itself than these bounds, once an input moves by a step of bfloat16, both sides may
-be so much farther apart than that: casts to FP8 amplify the smallest differences."""
+"""Both sides are within noise if they are at most so much farther apart than the engine is from itself once an input
+moves by a step of bfloat16. It is recorded beside the bounds and does not replace them."""
 
 MOVED = 0.01
 """Share of the embedding's values that move by a step for that."""
@@ -78,6 +80,7 @@ class Options:
         rounds: measurements of each phase on each side.
         eager: no CUDA graphs and no torch.compile.
         limit: seconds after which no further phase begins.
+        start_limit: seconds within which an engine has to be ready.
         compare: also run every replaced call beside the engine's own function, in a third process.
         experts: a record for FP4 experts in FP8, ``upcast`` and ``resident``, which are then measured as well.
         arguments: further arguments of ``LLM`` or ``ServerArgs`` for both sides.
@@ -95,6 +98,7 @@ class Options:
     rounds: int = 4
     eager: bool = False
     limit: float = 1e9
+    start_limit: float = 400
     compare: bool = True
     experts: Path | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -132,6 +136,8 @@ class Side:
             env=environment,
             text=True,
         )
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
         self._send({**settings, "backend": kind.backend, "eager": kind.eager or settings.get("eager", False)})
 
     def _send(self, value: dict[str, Any]) -> None:
@@ -139,21 +145,36 @@ class Side:
         self._process.stdin.write(json.dumps(value) + "\n")
         self._process.stdin.flush()
 
-    def answer(self) -> Any:
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def answer(self, limit: float | None = None) -> Any:
         """The value of the oldest command that was not answered.
 
         Raises:
-            EngineError: it failed.
+            EngineError: it failed, or took more than ``limit`` seconds.
         """
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        until = None if limit is None else time.monotonic() + limit
+        while True:
+            try:
+                line = self._lines.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                raise EngineError(
+                    f"{self.name}: no answer within {limit:.0f} s (see {self.log})\n{self._tail()}"
+                ) from None
+            if line is None:
+                raise EngineError(f"{self.name}: the engine ended (see {self.log})\n{self._tail()}")
             if line.startswith(child.MARK):
                 value = json.loads(line.removeprefix(child.MARK))
                 if "error" in value:
                     raise EngineError(f"{self.name}: {value['error']} (see {self.log})")
                 return value["value"]
-        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
-        raise EngineError(f"{self.name}: the engine ended (see {self.log})\n{tail}")
+
+    def _tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
 
     def do(self, what: str, **arguments: Any) -> Any:
         """Run one command and wait for its answer."""
@@ -196,11 +217,11 @@ def run(options: Options, console: Console | None = None) -> dict[str, Any]:
 
     try:
         two = {name: sides[name] for name in SIDES}
-        for side in two.values():
-            side.answer()
-            console.print(f"{side.name} is ready after {time.monotonic() - started:.0f} s; logs: {logs}")
-        if options.compare:
+        if options.compare:  # needs no other engine
             _compare_sites(sides["compared"], options, record, console)
+        for side in reversed(two.values()):  # ours first: what it says must not depend on the other
+            side.answer(options.start_limit)
+            console.print(f"{side.name} is ready after {time.monotonic() - started:.0f} s; logs: {logs}")
         comparison = _compare(two, options)
         console.print(f"outputs: {comparison}")
         for phase, size in _phases(options):
@@ -253,7 +274,7 @@ def _phases(options: Options) -> list[tuple[str, int]]:
 def _compare_sites(side: Side, options: Options, record: dict[str, Any], console: Console) -> None:
     """Every site beside the engine's own function; a failure here leaves the measurement as it is."""
     try:
-        side.answer()
+        side.answer(options.start_limit)
         found = side.do("sites")
     except EngineError as error:
         found = {"error": str(error)}
@@ -301,7 +322,7 @@ def _compare(sides: dict[str, Side], options: Options) -> dict[str, Any]:
         result[key] <= NOISE * max(other[key] for other in noise.values())
         for key in ("max_logprob_diff", "mean_logprob_diff")
     ]
-    result["agree"] = result["agree"] or all(within)
+    result["within_noise"] = all(within)
     return {**result, "stock_from_itself": {name: _numbers(other) for name, other in noise.items()}}
 
 
@@ -370,7 +391,7 @@ def _measure_experts(sides: dict[str, Side], options: Options, record: dict[str,
     own = {**record, "rows": [], "engines": {options.model: {}}}
     for mode in EXPERTS:
         try:
-            sides[mode].answer()
+            sides[mode].answer(options.start_limit)
             three = {"stock": sides["stock"], "ours": sides[mode], OWN: sides["ours"]}
             texts = {"sequences": 8, "prompt": 512, "tokens": 1}
             outputs = {name: side.do("outputs", **texts) for name, side in three.items()}
