@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tk_serving import config
+from tk_serving import config, dispatch
 from tk_serving.quant import per_token_cast, swiglu_forward, swiglu_forward_and_per_token_cast
 
 NAN = float("nan")
@@ -119,6 +119,30 @@ def test_bf16_target_is_rounded_once():
     assert torch.equal(swiglu_forward(x, "bf16"), swiglu_forward(x, "fp32").bfloat16())
 
 
+def test_an_activation_in_bfloat16_is_rounded_twice():
+    gate, up = torch.randn(2, 32, 128).mul(3).bfloat16()
+    x = torch.cat((gate, up), 1)
+    silu = (gate.float() / (1.0 + torch.exp(-gate.float()))).bfloat16()
+    y = swiglu_forward(x, "bf16", round_activation=True)
+    assert torch.equal(y, silu * up)
+    assert not torch.equal(y, swiglu_forward(x, "bf16"))
+    found = swiglu_forward_and_per_token_cast(x, "e4m3", 128, round_activation=True)
+    for got, want in zip(found, per_token_cast(y, "e4m3", 128), strict=True):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_the_kernel_rounds_the_activation_twice_as_well():
+    x = torch.randn(4, 1024).mul(3).bfloat16()
+    op = swiglu_forward.operator
+    rounded, plain = (
+        dispatch.run(op, op.plan(*args), args, x.device, "simulator")[0]
+        for args in (op.bind(x, "bf16", round_activation=True), op.bind(x, "bf16"))
+    )
+    expected = swiglu_forward(x, "bf16", round_activation=True)
+    assert (rounded != expected).sum() <= 1  # the host's exp may be a step off
+    assert (plain != expected).sum() > 100
+
+
 def test_sf_clamp_min_replaces_the_floor():
     x = torch.zeros(1, 256)
     sf = swiglu_forward_and_per_token_cast(x, "e4m3", 128, sf_clamp_min=1e-10)[1]
@@ -230,6 +254,11 @@ X = torch.ones(2, 512)
             "use_tma_aligned_col_major_sf: expected False with num_per_channels = H, got True",
         ),
         (ValueError, {"sf_clamp_min": -1.0}, "sf_clamp_min: expected a positive number, got -1.0"),
+        (
+            ValueError,
+            {"x": torch.ones(2, 512), "round_activation": True},
+            "round_activation: expected False with float32 x, got True",
+        ),
     ],
 )
 def test_messages_of_the_quantised_form(error, options, message):

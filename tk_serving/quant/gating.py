@@ -90,7 +90,15 @@ class Rows:
 
 
 def launch(
-    x: Tensor, rows: Rows, fmt: str, npc: int, layout: str, round_sf: bool, floor: float, zero_padding: bool = True
+    x: Tensor,
+    rows: Rows,
+    fmt: str,
+    npc: int,
+    layout: str,
+    round_sf: bool,
+    floor: float,
+    zero_padding: bool = True,
+    rounded: bool = False,
 ) -> Launch:
     """The kernel for outputs (data, sf), or (data,) with ``npc`` 0; ``fmt`` is a quantised format or a dtype's name."""
     hidden = x.shape[1] // 2
@@ -101,6 +109,7 @@ def launch(
         round_sf=round_sf,
         aligned=aligned(x),
         zero_padding=zero_padding or rows.experts is None,
+        rounded=rounded,
     )
     if npc == hidden and npc not in (32, 64, 128):
         octets = hidden // 8
@@ -131,11 +140,18 @@ def launch(
     return Launch(kernel, config_, arguments)
 
 
+def check_rounding(expect: Expect, x: Tensor, round_activation: bool) -> None:
+    expect.that(not round_activation or x.dtype == torch.bfloat16, "round_activation", "False with float32 x", True)
+
+
 # -- the reference --------------------------------------------------------------------------------------------
 
 
-def activate(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """(y float32 [N, H], bool [N]: rows that are not padding); adds to ``rows.counts``. Padding rows of y are 0."""
+def activate(x: Tensor, rows: Rows, rounded: bool = False) -> tuple[Tensor, Tensor]:
+    """(y float32 [N, H], bool [N]: rows that are not padding); adds to ``rows.counts``. Padding rows of y are 0.
+
+    With ``rounded`` silu and its product with up are rounded to bfloat16.
+    """
     n, width = x.shape
     gate, up = x[:, : width // 2].float(), x[:, width // 2 :].float()
     live = torch.ones(n, dtype=torch.bool, device=x.device)
@@ -153,7 +169,8 @@ def activate(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
             rows.counts.add_(torch.stack(found))
         gate = torch.where(above, limit, gate)
         up = torch.where(over, limit, torch.where(under, -limit, up))
-    y = gate / (1.0 + torch.exp(-gate)) * up
+    y = gate / (1.0 + torch.exp(-gate))
+    y = (y.bfloat16().float() * up).bfloat16().float() if rounded else y * up
     if rows.topk_weights is not None and rows.positions is not None:
         flat = rows.topk_weights.flatten()
         known = (rows.positions >= 0) & (rows.positions < flat.shape[0])

@@ -8,7 +8,7 @@ from tk_serving.expect import Expect
 from tk_serving.operator import Out, Plan, operator
 from tk_serving.quant import gating, scales
 from tk_serving.quant.cast_back import TARGETS
-from tk_serving.workloads import Maker, serving
+from tk_serving.workloads import Maker, Model, serving, variants
 
 _expect = Expect("swiglu_forward")
 _names = {"row_weights": "topk_weights", "psum": "psum_num_tokens_per_expert", "clamp": "clamp_value"}
@@ -22,12 +22,15 @@ def _plan(
     routed_scaling_factor: float | None,
     clamp_value: float | None,
     clamped_count: Tensor | None,
+    round_activation: bool,
 ) -> Plan:
     _expect.one_of("fmt", fmt, tuple(TARGETS))
     rows = _rows(psum_num_tokens_per_expert, topk_weights, routed_scaling_factor, clamp_value, clamped_count)
     n, hidden = rows.check(_expect, x, 8, _names)
     rows.check_counts(_expect, 4, "clamp_value")
-    launch = gating.launch(x, rows, str(TARGETS[fmt]).removeprefix("torch."), 0, scales.ROW, False, 0.0)
+    gating.check_rounding(_expect, x, round_activation)
+    dtype = str(TARGETS[fmt]).removeprefix("torch.")
+    launch = gating.launch(x, rows, dtype, 0, scales.ROW, False, 0.0, rounded=round_activation)
     return Plan((Out((n, hidden), TARGETS[fmt]),), (launch,) if n else ())
 
 
@@ -49,11 +52,19 @@ def _inputs(
     factor: float | None = None,
     clamp: float | None = None,
     counted: bool = False,
+    rounded: bool = False,
 ) -> tuple:
     x = make.randn(tokens, 2 * hidden, dtype=getattr(torch, dtype), scale=2.0)
     intervals = make.value(torch.tensor(psum, dtype=torch.int32)) if psum else None
     counts = make.value(torch.tensor([5, 0, 2**40, 1])) if counted else None
-    return x, fmt, intervals, make.rand(tokens) if weighted else None, factor, clamp, counts
+    return x, fmt, intervals, make.rand(tokens) if weighted else None, factor, clamp, counts, rounded
+
+
+def _engine_forms(model: Model) -> list[dict[str, object]]:
+    """vLLM rounds silu to bfloat16 before it multiplies."""
+    if model.quant_group == 32:
+        return []
+    return [{"hidden": model.moe_intermediate_size, "clamp": model.swiglu_limit, "rounded": True}]
 
 
 @operator(
@@ -76,8 +87,10 @@ def _inputs(
             "counted": True,
         },
         {"tokens": 4, "hidden": 520, "clamp": 1.0},
+        {"tokens": 5, "hidden": 520, "weighted": True, "rounded": True},
     ],
     workloads=serving(lambda m: {"hidden": m.moe_intermediate_size, "clamp": m.swiglu_limit}),
+    variants=variants(_engine_forms),
     peers=["vllm", "tile_kernels"],
 )
 def swiglu_forward(
@@ -88,8 +101,9 @@ def swiglu_forward(
     routed_scaling_factor: float | None = None,
     clamp_value: float | None = None,
     clamped_count: Tensor | None = None,
+    round_activation: bool = False,
 ) -> Tensor:
-    """silu(gate) * up of the halves of x, in float32, weighted, rounded once to the target.
+    """silu(gate) * up of the halves of x, in float32, weighted, rounded once to the target unless asked otherwise.
 
     Args:
         x: bfloat16 or float32 [N, 2 H], contiguous, H a multiple of 8; gate is the left half.
@@ -102,6 +116,8 @@ def swiglu_forward(
         clamped_count: int64 [4]; the numbers of gate values above c, up values above c, up values below -c, and of all
             elements of rows that are not padding, are added. Needs ``clamp_value``.
 
+        round_activation: silu(gate) and its product with up are rounded to bfloat16, as by vLLM; needs bfloat16 x.
+
     Returns:
         bfloat16 or float32 [N, H].
 
@@ -110,5 +126,5 @@ def swiglu_forward(
         ValueError: wrong shape or combination of arguments.
     """
     rows = _rows(psum_num_tokens_per_expert, topk_weights, routed_scaling_factor, clamp_value, clamped_count)
-    y, _ = gating.activate(x, rows)
+    y, _ = gating.activate(x, rows, round_activation)
     return y.to(TARGETS[fmt])

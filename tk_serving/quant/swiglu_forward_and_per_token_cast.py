@@ -30,12 +30,14 @@ def _plan(
     clamped_count: Tensor | None,
     sf_clamp_min: float | None,
     zero_padding: bool,
+    round_activation: bool,
 ) -> Plan:
     _expect.one_of("fmt", fmt, ("e4m3",))
     _expect.together(pos_to_token_topk=pos_to_token_topk, topk_weights=topk_weights)
     rows = _rows(pos_to_token_topk, topk_weights, pos_to_expert, swiglu_clamp_value, clamped_count)
     n, hidden = rows.check(_expect, x, 128, _names)
     rows.check_counts(_expect, 3, "swiglu_clamp_value")
+    gating.check_rounding(_expect, x, round_activation)
     casting.check_channels(_expect, num_per_channels, hidden, GROUPS)
     layout = scales.layout_of(_expect, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
     if use_tma_aligned_col_major_sf:
@@ -44,7 +46,7 @@ def _plan(
     if sf_clamp_min is not None:
         _expect.positive("sf_clamp_min", sf_clamp_min)
     floor = FORMATS[fmt].floor if sf_clamp_min is None else sf_clamp_min
-    launch = gating.launch(x, rows, fmt, num_per_channels, layout, round_sf, floor, zero_padding)
+    launch = gating.launch(x, rows, fmt, num_per_channels, layout, round_sf, floor, zero_padding, round_activation)
     results = (casting.data_out(fmt, n, hidden), scales.sf_out(layout, n, -(-hidden // num_per_channels)))
     refusal = None
     if num_per_channels == hidden > gating.HELD * 8192:
@@ -59,7 +61,7 @@ def _rows(
 
 
 def _unspecified(results: list, *arguments: object) -> None:
-    experts, zero_padding = arguments[5], arguments[-1]
+    experts, zero_padding = arguments[5], arguments[12]
     if not zero_padding and isinstance(experts, Tensor):
         results[0].view(torch.uint8)[experts < 0] = 0
 
@@ -82,6 +84,7 @@ def _inputs(
     values: str = "normal",
     gaps: bool = True,
     zero_padding: bool = True,
+    rounded: bool = False,
 ) -> tuple:
     x = make.randn(tokens, 2 * hidden, dtype=getattr(torch, dtype), scale=2.0)
     if values == "special" and tokens > 3:
@@ -96,7 +99,7 @@ def _inputs(
         owners = make.randint(lowest, 4, tokens, dtype=torch.int32)
     counts = make.value(torch.tensor([5, 0, 2**40])) if counted else None
     flags = (column_major, round_sf, packed)
-    return x, "e4m3", npc, positions, weights, owners, *flags, clamp, counts, sf_clamp_min, zero_padding
+    return x, "e4m3", npc, positions, weights, owners, *flags, clamp, counts, sf_clamp_min, zero_padding, rounded
 
 
 def _serving(model: Model) -> dict[str, object]:
@@ -115,13 +118,17 @@ def _serving(model: Model) -> dict[str, object]:
 
 
 def _engine_forms(model: Model) -> list[dict[str, object]]:
-    """On Hopper: without weights; as V4's shared experts and routed ones in FP8, or V3's behind either product."""
+    """On Hopper: without weights; as V4's shared experts and routed ones in FP8, or V3's behind either product.
+
+    vLLM rounds the activation to bfloat16, SGLang does not.
+    """
     if model.quant_group == 32:
         return []
     v4 = model.hc_mult > 0
     rows: dict[str, object] = {"hidden": model.moe_intermediate_size, "npc": model.quant_group}
     rows |= {"clamp": model.swiglu_limit, "column_major": v4, "round_sf": v4}
-    return [rows, {**rows, "experts": True, "column_major": True, "zero_padding": False}]
+    forms = [rows, {**rows, "experts": True, "column_major": True, "zero_padding": False}]
+    return [{**form, "rounded": rounded} for form in forms for rounded in (False, True)]
 
 
 @operator(
@@ -152,6 +159,8 @@ def _engine_forms(model: Model) -> list[dict[str, object]]:
         },
         {"tokens": 5, "hidden": 1280, "npc": 1280, "dtype": "float32", "experts": True, "clamp": 1.0, "counted": True},
         {"tokens": 5, "hidden": 256, "npc": 256, "topk": 2, "round_sf": True, "sf_clamp_min": 1e-12},
+        {"tokens": 6, "hidden": 384, "npc": 128, "values": "special", "column_major": True, "rounded": True},
+        {"tokens": 5, "hidden": 256, "npc": 256, "topk": 2, "clamp": 1.5, "rounded": True},
         {"tokens": 39, "hidden": 640, "npc": 128, "experts": True, "column_major": True, "zero_padding": False},
         {"tokens": 41, "hidden": 384, "npc": 64, "topk": 3, "experts": True, "zero_padding": False},
         {
@@ -187,6 +196,7 @@ def swiglu_forward_and_per_token_cast(
     clamped_count: Tensor | None = None,
     sf_clamp_min: float | None = None,
     zero_padding: bool = True,
+    round_activation: bool = False,
 ) -> Quantized:
     """Quantised silu(gate) * up, weighted by the router, with one scale for each group of columns.
 
@@ -208,6 +218,7 @@ def swiglu_forward_and_per_token_cast(
             of rows that are not padding. Needs ``swiglu_clamp_value``.
         sf_clamp_min: smallest amax, in place of 1e-4.
         zero_padding: False leaves the data of padding rows as they are; their scales are 0 all the same.
+        round_activation: silu(gate) and its product with up are rounded to bfloat16, as by vLLM; needs bfloat16 x.
 
     Returns:
         (data, sf): float8_e4m3fn [N, H]; float32 [N, ceil(H / npc)] or int32 [N, ceil(H / npc / 4)].
@@ -217,7 +228,7 @@ def swiglu_forward_and_per_token_cast(
         ValueError: wrong shape, group size or combination of arguments.
     """
     rows = _rows(pos_to_token_topk, topk_weights, pos_to_expert, swiglu_clamp_value, clamped_count)
-    y, live = gating.activate(x, rows)
+    y, live = gating.activate(x, rows, round_activation)
     amax = casting.amax_of(y, None, 1, num_per_channels)
     sf, inverse = scales.rule(amax, FORMATS[fmt], round_sf, floor=sf_clamp_min)
     sf = torch.where(live[:, None], sf, 0.0)

@@ -39,6 +39,7 @@ def _activation_options(scale_format: str, clamp_limit: float | None) -> dict[st
         "swiglu_clamp_value": clamp_limit,
         "sf_clamp_min": _SMALLEST_MAXIMUM,
         "zero_padding": False,
+        "round_activation": True,
     }
 
 

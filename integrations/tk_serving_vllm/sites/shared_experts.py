@@ -32,6 +32,7 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
             "round_sf": cast.round_sf,
             "swiglu_clamp_value": getattr(self.act_fn, "swiglu_limit", None),
             "sf_clamp_min": _SMALLEST_MAXIMUM,
+            "round_activation": True,
         }
         run = offer("shared-experts", tokens, swiglu_forward_and_per_token_cast, *call, **options)
         if run is None:
@@ -52,10 +53,9 @@ SITES = (
             Function(
                 "vllm.models.deepseek_v4.nvidia.model:DeepseekV4MLP.forward",
                 _forward,
-                bound=4e-2,  # vLLM rounds to bfloat16 twice before it casts, and the second product is behind
             ),
         ),
-        why="One launch instead of two, and no activation in bfloat16.",
+        why="One launch instead of two, and no activation in memory; rounded to bfloat16 where vLLM rounds.",
         how="Hands the quantised rows to the second product; layers that are not FP8 in groups stay with vLLM.",
         until="vLLM's fused activations know SwiGLU with a limit.",
         sources={"0.33.0": "42d88f10393524ea"},

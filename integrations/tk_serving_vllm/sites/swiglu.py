@@ -48,12 +48,17 @@ def _into(site: str, out: Tensor, input: Tensor, limit: float | None, reason: st
     """Run the operator on the rows of ``input`` into ``out``, if it covers the call."""
     reason = reason or _unsupported(input, out)
     rows = input.reshape(-1, input.shape[-1]) if reason else input.view(-1, input.shape[-1])
-    call = (rows, _FORMATS.get(out.dtype, ""), None, None, None, limit)
+    call = (rows, _FORMATS.get(out.dtype, ""), None, None, None, limit, None, _rounds(input))
     planned = plan(site, rows.shape[0], swiglu_forward, *call, reason=reason)
     if planned is None:
         return False
     planned.into([out.view(-1, out.shape[-1])])
     return True
+
+
+def _rounds(x: Tensor) -> bool:
+    """vLLM rounds silu to the type of x before it multiplies."""
+    return x.dtype == torch.bfloat16
 
 
 def _unsupported(input: Tensor, out: Tensor) -> str | None:
@@ -123,7 +128,7 @@ def _native(site: str, x: Tensor, limit: float | None, reason: str | None = None
     if x.dtype not in _FORMATS:
         reason = f"dtype {x.dtype}"
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    call = (rows, _FORMATS.get(x.dtype, ""), None, None, None, limit)
+    call = (rows, _FORMATS.get(x.dtype, ""), None, None, None, limit, None, _rounds(x))
     run = offer(site, rows.shape[0], swiglu_forward, *call, reason=reason)
     return None if run is None else run().view(*x.shape[:-1], x.shape[-1] // 2)
 
@@ -135,7 +140,7 @@ SITES = (
         name="swiglu",
         operators=_PLAIN,
         patches=(Override("_C::silu_and_mul", "CUDA", _silu_and_mul, "(Tensor! result, Tensor input) -> ()"),),
-        why="Dense layers, shared experts and unquantised routed experts; f32 inside, one rounding.",
+        why="Dense layers, shared experts and unquantised routed experts; f32 inside, rounded where vLLM rounds.",
         how="Replaces the kernel behind vLLM's operator, so that its graph passes still find and fuse the operator; "
         "the option custom_ops=+silu_and_mul, set with the flag, keeps Inductor from bypassing it.",
         until=_UNTIL,
@@ -152,7 +157,7 @@ SITES = (
                 "(Tensor! result, Tensor input, float limit, float alpha, float beta) -> ()",
             ),
         ),
-        why="Shared and routed experts of DeepSeek-V4 that stay in bfloat16; f32 inside, one rounding.",
+        why="Shared and routed experts of DeepSeek-V4 that stay in bfloat16; f32 inside, rounded where vLLM rounds.",
         how="Replaces the kernel behind vLLM's operator; other forms than SiLU stay with vLLM.",
         until=_UNTIL,
         unsuitable=on("cuda"),
@@ -194,7 +199,7 @@ SITES = (
             ),
         ),
         why="The same operator as on CUDA, so that the CPU build can try it.",
-        how="Runs the torch reference: f32 inside, one rounding.",
+        how="Runs the torch reference: f32 inside, rounded where vLLM rounds.",
         until=_UNTIL,
         sources={"0.32.0": "0903d08b2049a415"},
         unsuitable=on("cpu"),

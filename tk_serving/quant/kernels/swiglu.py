@@ -148,15 +148,23 @@ def limited(value, limit):
     return T.if_then_else(T.abs(value) > limit, cut, value)
 
 
-def activation(count, weighted, clamp, counters, x):
+def rounded_to_bfloat16(value):
+    return T.cast(T.cast(value, "bfloat16"), "float32")
+
+
+def activation(count, weighted, clamp, counters, x, rounded=False):
     """Macro ``activate(raw, at, octets, state, weight, limit, y, counts)``: y[8 at ...], so far 0, of the ``count``
     octets from ``at`` of a row.
 
     ``raw`` holds the gates of octet k at 2 k, its ups at 2 k + 1. ``octets`` of the ``count`` are in the row; the
-    others are zeros. The limits apply by comparison, as NaN stays. One test for all octets leaves more independent work
-    behind it than one for each.
+    others are zeros. The limits apply by comparison, as NaN stays. ``rounded``: silu and its product with up are
+    rounded to bfloat16, before the weight. One test for all octets leaves more independent work behind it than one for
+    each.
     """
     read = source(x, True)
+
+    def product(silu, up):
+        return rounded_to_bfloat16(rounded_to_bfloat16(silu) * up) if rounded else silu * up
 
     @T.macro
     def limit_values(gate, up, limit):
@@ -198,7 +206,7 @@ def activation(count, weighted, clamp, counters, x):
                         below[0] = T.float32(1.0) + T.exp(-gate[i])
                         reciprocal(below[0], x == "float32", r)
                         divide(gate[i], below[0], r[0], quotient)
-                        y[(at + k) * OCTET + i] = quotient[0] * up[i]
+                        y[(at + k) * OCTET + i] = product(quotient[0], up[i])
             else:
                 for k in T.unroll(count):
                     read.decode(raw, 2 * (at + k), gate)
@@ -206,7 +214,7 @@ def activation(count, weighted, clamp, counters, x):
                     if clamp:
                         limit_values(gate, up, limit)
                     for i in T.unroll(OCTET):
-                        y[(at + k) * OCTET + i] = gate[i] / (T.float32(1.0) + T.exp(-gate[i])) * up[i]
+                        y[(at + k) * OCTET + i] = product(gate[i] / (T.float32(1.0) + T.exp(-gate[i])), up[i])
             if weighted:
                 for i in T.unroll(OCTET * count):
                     y[at * OCTET + i] = y[at * OCTET + i] * weight
@@ -274,7 +282,7 @@ def live_rows(padding, npc, layout):
     return find
 
 
-def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, aligned, zero_padding):
+def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, aligned, zero_padding, rounded):
     """One scale for ``npc`` = 32, 64 or 128 columns; 0 writes bfloat16 or float32.
 
     Without ``zero_padding`` dead rows of the data stay as they are; their scales are 0 all the same. Most may be dead
@@ -282,7 +290,7 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
     """
     each = 1 if zero_padding else EACH
     prepare, weigh = row_reader(weights, padding)
-    activate = activation(HALVES, weights is not None, clamp, counters, x)
+    activate = activation(HALVES, weights is not None, clamp, counters, x, rounded)
     report = count_reporter(counters, WARPS)
     read, values_of = source(x, aligned), source("float32", True).decode
     write = octet_writer(fmt, aligned)
@@ -386,10 +394,10 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
     return swiglu
 
 
-def by_row(x, fmt, round_sf, weights, padding, clamp, counters, warps, held, aligned, zero_padding):
+def by_row(x, fmt, round_sf, weights, padding, clamp, counters, warps, held, aligned, zero_padding, rounded):
     """One scale for each row, row-major; ``warps`` warps hold a row in registers, ``held`` octets in a lane."""
     prepare, weigh = row_reader(weights, padding)
-    activate = activation(1, weights is not None, clamp, counters, x)
+    activate = activation(1, weights is not None, clamp, counters, x, rounded)
     report = count_reporter(counters, WARPS if warps == 1 else warps)
     read, values_of = source(x, aligned), source("float32", True).decode
     write = octet_writer(fmt, aligned)
