@@ -11,6 +11,7 @@ from tk_serving.moe.kernels.rows import VECTOR, padding_clearer, resident_blocks
 
 MIN_THREADS = 1536
 NOTING = 256  # threads of a block that notes tokens
+LOCAL_MEMORY = {"build": "8 bytes at the register bound that keeps enough warps on an SM"}
 
 
 def sources(num_topk: int):
