@@ -10,7 +10,7 @@ export TK_SERVING_SIMULATOR_CACHE ?= $(CACHE)/simulator
 export TILELANG_CACHE_DIR ?= $(CACHE)/tilelang
 export TILELANG_PRINT_ON_COMPILATION ?= 0
 
-.PHONY: help setup demo test lint types unit ring2 engine sglang transformers docs images gpu clean
+.PHONY: help setup demo test lint types unit ring2 engine sglang transformers docs images prebuild gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -55,7 +55,10 @@ docs: setup  ## write the generated sections of the documentation
 images: setup  ## build the CPU variant of an engine's image and ask it (root, buildah, debootstrap; ten minutes)
 	$(PY) tools/images.py $(ENGINE)
 
-gpu:  ## ring 3, on a GPU host: the kernels against the references on the device
+prebuild:  ## compile what ring 3 launches, in parallel (needs nvcc, no GPU)
+	$(PY) tools/prebuild.py
+
+gpu: prebuild  ## ring 3, on a GPU host: the kernels against the references on the device
 	$(PYTEST) tests/gpu -m gpu $(if $(RECORD),--record $(RECORD))
 
 clean:  ## remove the environment and all caches
