@@ -116,6 +116,11 @@ class Operator:
         read = sum(t.numel() * t.element_size() for t in tensors_of(args))
         return read + sum(out.num_bytes for out in self.plan(*args).outputs if isinstance(out, Out))
 
+    @property
+    def built(self) -> tuple[Workload, ...]:
+        """Everything whose kernels are built ahead of time."""
+        return (*self.workloads, *self.variants)
+
     def shape_classes(self, workloads: Sequence[Workload] | None = None) -> dict[Launch, str]:
         """Kernels to build ahead of time, each with the label of the first workload that needs it.
 

@@ -8,14 +8,13 @@ Without it every worker of the tests compiles the kernels of its own cases, one 
 from __future__ import annotations
 
 import argparse
-import logging
 import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Iterator
 
-from tk_serving.compile import cache, kernels
+from tk_serving.compile import ahead, cache
 from tk_serving.operator import Operator, operators
 from tk_serving.plan import Launch
 from tk_serving.workloads import Maker
@@ -25,7 +24,7 @@ _todo: list[tuple[Launch, str]] = []  # for the workers: launches hold functions
 
 def launches(op: Operator) -> Iterator[Launch]:
     """The launches of an operator's workloads, and of its cases with aligned and with misaligned inputs."""
-    yield from op.shape_classes([*op.workloads, *op.variants])
+    yield from op.shape_classes(op.built)
     for case in op.cases:
         for make in (Maker("meta"), Maker("cpu", 1, True)):
             plan = op.plan(*op.bind(*op.inputs(make, **case)))
@@ -42,12 +41,9 @@ def lacking(arch: str) -> list[tuple[Launch, str]]:
 
 
 def _build(index: int) -> str:
-    import tilelang
-
-    tilelang.logger.setLevel(logging.ERROR)  # its import sets a level of its own
     launch, arch = _todo[index]
     try:
-        kernels.build(launch, arch, cache.local())
+        ahead.quietly(launch, arch, cache.local())
     except Exception as error:
         return f"{launch}: {type(error).__name__}: {error}"
     return ""
@@ -62,7 +58,8 @@ def main() -> int:
     _todo.extend(lacking(options.arch))
     with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
         failures = [text for text in pool.imap_unordered(_build, range(len(_todo)), chunksize=1) if text]
-    print("\n".join(failures), file=sys.stderr)
+    for text in failures:
+        print(text, file=sys.stderr)
     print(f"{len(_todo) - len(failures)} of {len(_todo)} kernels compiled in {time.perf_counter() - start:.0f} s")
     return int(bool(failures))
 

@@ -199,6 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
     for case, model, tokens in chosen():
         if time.monotonic() - started > chosen_options.limit:
             record["aborted"] = f"after {chosen_options.limit:.0f} s"
+            chosen_options.record.write_text(json.dumps(record, indent=1) + "\n")
             break
         found = row(case, model, tokens)
         record["rows"].append(found)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tk_serving.operator import tensors_of
 
 BOUND, BOUND_CODES = 1e-2, 4e-2
 """Norm of the difference over the norm of the engine's result that rounding in bfloat16 explains; and for FP8 codes."""
@@ -103,7 +105,7 @@ def both(
         ours = replacement(*args, **kwargs)
         if not _state.skip:
             results = [in_order(one) if in_order else one for one in (ours, theirs)]
-            pairs = [*zip(_tensors(results[0]), _tensors(results[1]), strict=True)]
+            pairs = [*zip(tensors_of(results[0]), tensors_of(results[1]), strict=True)]
             pairs += [(t, copy) for t, copy, before in copied if not (_same(t, before) and _same(copy, before))]
             _note(site, pairs, bound)
         _state.skip = False
@@ -148,17 +150,7 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _capturing(*values: Any) -> bool:
-    return any(t.is_cuda for t in _tensors(values)) and torch.cuda.is_current_stream_capturing()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+    return any(t.is_cuda for t in tensors_of(values)) and torch.cuda.is_current_stream_capturing()
 
 
 def _copy(value: Any, copied: list[tuple[Tensor, Tensor, Tensor]]) -> Any:

@@ -104,10 +104,18 @@ def load_all(folder: pathlib.Path, arch: str) -> int:
     return len(names)
 
 
+def quietly(launch: Launch, arch: str, folder: pathlib.Path) -> pathlib.Path:
+    """Build one kernel into a folder, without TileLang's remarks; its file."""
+    import tilelang
+
+    tilelang.logger.setLevel(logging.ERROR)  # its import sets a level of its own
+    return kernels.build(launch, arch, folder)
+
+
 def _needed(models: Sequence[str], archs: Sequence[str]) -> list[tuple[Job, Launch]]:
     found: dict[str, tuple[Job, Launch]] = {}
     for op in operators():
-        wanted = [workload for workload in (*op.workloads, *op.variants) if workload.model in models]
+        wanted = [workload for workload in op.built if workload.model in models]
         for launch, label in op.shape_classes(wanted).items():
             for arch in archs:
                 name = cache.digest(launch, arch)
@@ -118,7 +126,7 @@ def _needed(models: Sequence[str], archs: Sequence[str]) -> list[tuple[Job, Laun
 def _launch(job: Job) -> Launch:
     """In a worker process: the launch that a job names."""
     op = find(job.operator)
-    for launch in op.shape_classes([one for one in (*op.workloads, *op.variants) if one.label == job.label]):
+    for launch in op.shape_classes([workload for workload in op.built if workload.label == job.label]):
         if cache.digest(launch, job.arch) == job.digest:
             return launch
     raise RuntimeError(f"{job.operator}: {job.launch} is no shape class of {job.label}")
@@ -127,10 +135,7 @@ def _launch(job: Job) -> Launch:
 def _build(job: Job, folder: pathlib.Path) -> Built:
     start = time.perf_counter()
     try:
-        import tilelang
-
-        tilelang.logger.setLevel(logging.ERROR)  # its import sets a level of its own
-        file = kernels.build(_launch(job), job.arch, folder)
+        file = quietly(_launch(job), job.arch, folder)
     except Exception as error:
         message = f"{type(error).__name__}: {error}".splitlines()
         return Built(job, "", time.perf_counter() - start, "\n".join(message[:40]))

@@ -331,7 +331,7 @@ def _numbers(comparison: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Compare two answers of :meth:`child.Engine.outputs`, each text up to the first token that differs."""
+    """Compare two answers of ``Engine.outputs``, each text up to the first token that differs."""
     equal, apart = 0, []
     for mine, other, mine_at, other_at in zip(
         ours["tokens"], theirs["tokens"], ours["logprobs"], theirs["logprobs"], strict=True

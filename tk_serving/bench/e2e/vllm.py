@@ -43,7 +43,7 @@ class Vllm(Engine):
                 "gpu_memory_utilization": 0.45,
                 "kv_cache_memory_bytes": 6 << 30,
                 "additional_config": {"kernel_backend": settings["backend"]},
-                # As in the run on an H200 that served V4; in the one with this warm-up stock was not ready in 540 s.
+                # On an empty cache it compiles for minutes, most of it for sizes that are not measured here.
                 "kernel_config": {"enable_jit_warmup": False},
                 **graphs,
                 **settings["arguments"],
