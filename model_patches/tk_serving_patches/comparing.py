@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ class Seen:
 
 _seen: dict[str, Seen] = {}
 _first: list[str] = []
+_replaced: list[frozenset[str]] = []
 _state = threading.local()
 
 
@@ -59,6 +61,17 @@ def reset() -> None:
     """Forget what was seen."""
     _seen.clear()
     _first.clear()
+
+
+@contextmanager
+def only(sites: Collection[str]) -> Iterator[None]:
+    """Calls of these sites are replaced and all others are the engine's, without a comparison: what one site does to
+    the model's output."""
+    _replaced.append(frozenset(sites))
+    try:
+        yield
+    finally:
+        _replaced.pop()
 
 
 def by_id(result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -91,6 +104,8 @@ def both(
     """
 
     def compared(*args: Any, **kwargs: Any) -> Any:
+        if _replaced:
+            return (replacement if site in _replaced[-1] else original)(*args, **kwargs)
         if getattr(_state, "engine_alone", False):  # inside an engine's function that is being compared
             return original(*args, **kwargs)
         if torch.compiler.is_compiling() or _capturing(args, kwargs):

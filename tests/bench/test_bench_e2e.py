@@ -31,7 +31,7 @@ CONFIG = SimpleNamespace(
 def test_configurations_have_the_published_shapes(model):
     from tk_serving.workloads import MODELS
 
-    (facts,) = [m for m in MODELS if m.key == model]
+    (facts,) = [m for m in MODELS if m.key == model.removesuffix(".2")]  # V3.2 has the layers of V3
     config = models.MODELS[model](4)
     assert config["num_hidden_layers"] == 4
     assert config.get("hc_mult", 0) == facts.hc_mult
@@ -231,6 +231,32 @@ def test_the_embedding_moves_by_a_step_of_bfloat16_and_back():
     assert 0.2 < changed.float().mean() < 0.3
     assert torch.allclose(moved[changed], before[changed], rtol=2**-6)
     assert torch.equal(tiny.outputs(1), before)
+
+
+def test_sublayers_add_less_and_then_as_much_as_before():
+    tiny = Tiny()
+    tiny.net.layer = torch.nn.Module()
+    tiny.net.layer.hc_attn_base = torch.nn.Parameter(torch.zeros(24))
+    seen = []
+    tiny.outputs = lambda: seen.append(tiny.net.layer.hc_attn_base.detach().clone())
+    tiny.outputs_damped(3)
+    assert (2 * seen[0][4:8].sigmoid()).allclose(torch.tensor(2 / 9)), "the gate of what a sublayer adds, 1 before"
+    assert not seen[0][:4].any()
+    assert not seen[0][8:].any()
+    assert not tiny.net.layer.hc_attn_base.any()
+
+
+def test_where_there_are_no_hyper_connections_the_last_scales_shrink():
+    tiny = Tiny()
+    tiny.net.o_proj = torch.nn.Module()
+    tiny.net.o_proj.weight_scale_inv = torch.nn.Parameter(torch.ones(2, 2))
+    seen = []
+    tiny.outputs = lambda: seen.append(tiny.net.o_proj.weight_scale_inv.detach().clone())
+    tiny.outputs_damped(2)
+    assert (seen[0] == 0.25).all()
+    assert (tiny.net.o_proj.weight_scale_inv == 1).all()
+    with pytest.raises(ValueError, match="no gates"):
+        Tiny().outputs_damped(2)
 
 
 class Whole(FakeSide):

@@ -11,6 +11,7 @@ from tk_serving.bench import compare as comparing
 from tk_serving.bench import report, run
 from tk_serving.bench.page import page
 from tk_serving.bench.record import Record, complete, geometric_mean, merge
+from tk_serving.bench.targets import engine_ratio
 
 
 def shown(record, width=200):
@@ -76,6 +77,18 @@ class TestRecord:
         second = record([row("moe.topk_gate", tokens=8, us=4.0), row("quant.per_token_cast", tokens=8)])
         whole = merge([first, second])
         assert [(r.operator, r.us) for r in whole.rows] == [("moe.topk_gate", 4.0), ("quant.per_token_cast", 4.0)]
+
+    def test_a_part_with_other_peers_adds_them(self, record, row):
+        first = record([row("moe.topk_gate", tokens=8, us=4.0, factors=(("vllm", 1.5),))])
+        second = record([row("moe.topk_gate", tokens=8, us=5.0, factors=(("tile_kernels", 1.2),))])
+        (found,) = merge([first, second]).rows
+        assert [(peer.name, peer.us, peer.beside) for peer in found.peers] == [
+            ("vllm", 6.0, None),
+            ("tile_kernels", 6.0, 5.0),
+        ]
+        assert (found.us, found.peer, found.peer_us, found.ratio) == (4.0, "tile_kernels", 6.0, 1.2)
+        assert engine_ratio(found) == 1.2
+        assert "| tile_kernels (ours 5.00) | 6.00 | 1.20 |" in page(record([found]), "record.json")
 
     def test_parts_refer_to_the_copy_bandwidth_of_the_first(self, record, row):
         second = record([row("quant.per_token_cast", tokens=8, us=4.0)], copy_gbps=4080.0)

@@ -227,6 +227,11 @@ class TestOtherProcess:
         remote.close()
         with pytest.raises(PeerUnavailableError, match="its process ended"):
             remote.prepare("torch_ops", task, GRAPH)
+        with pytest.raises(PeerUnavailableError, match="its process ended"):  # nor for the rest of the row
+            remote.prepare("torch_ops", task, GRAPH)
+        remote.finish()
+        assert remote.prepare("torch_ops", task, GRAPH).agreement.kind == EQUAL
+        remote.close()
 
     def test_tile_kernels_never_shares_our_process(self, fake_timer):
         suite = suite_of(fake_timer(1.0))

@@ -55,6 +55,18 @@ def test_a_result_that_deviates_is_reported_under_its_site(engine, caplog):
     ledger.revert()
 
 
+def test_one_site_alone_can_be_replaced(engine):
+    ledger = replace(double=(lambda original: lambda x: x * 3, {}), outer=(lambda original: lambda x: x - 1, {}))
+    x = torch.ones(4)
+    with comparing.only(["double"]):
+        assert (engine.outer(x) == 4).all(), "the engine's outer function, our inner one"
+    with comparing.only([]):
+        assert (engine.outer(x) == 3).all()
+    assert not comparing.rows(), "nothing was compared"
+    assert (engine.outer(x) == 0).all()
+    ledger.revert()
+
+
 def test_tensors_that_are_written_are_compared_and_written_once(engine):
     def make(original):
         def add(out, x):

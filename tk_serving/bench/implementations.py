@@ -108,8 +108,8 @@ class Bench:
         self._subject = None
         if self.device != "cpu":
             free, total = torch.cuda.mem_get_info()
-            if free < total // 2:  # memory of destroyed graphs stays reserved until then
-                torch.cuda.empty_cache()
+            if torch.cuda.memory_reserved() > total // 4 or free < total // 8:
+                torch.cuda.empty_cache()  # memory of destroyed graphs stays reserved until then
 
     def prepare(self, name: str, task: Task, mode: str) -> Ready:
         """Compare an implementation with the reference and make it ready.

@@ -16,6 +16,7 @@ from tk_serving.bench.report import (
     chain_differences,
     chain_steps,
     differences,
+    fastest,
     left_out,
     means,
     method_mark,
@@ -74,7 +75,7 @@ def _rows_markdown(rows: Sequence[Row]) -> str:
             row.tokens,
             number(row.us) + method_mark(row.method).replace("*", "\\*"),
             *(number(row.gbps), number(row.pct_copy)),
-            *(row.peer or "none", number(row.peer_us), number(row.ratio, 2)),
+            *(fastest(row), number(row.peer_us), number(row.ratio, 2)),
             row.error or _plain_markup(agreement(row)),
         )
         for row in rows

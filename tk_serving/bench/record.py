@@ -6,7 +6,7 @@ import datetime
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ METHOD = (
     "(ABBA). Mode graph: as many calls in a graph as last about 1 ms; mode cold: one call. Method stream: the call "
     "synchronises with the host and is timed with it. gbps: compulsory bytes (inputs read once, outputs written once) "
     "over us. pct_copy: gbps over the bandwidth of a 1 GiB device-to-device copy in the same run; of parts, in the "
-    "first. ratio: fastest peer over ours. equal: before timing, ours and every peer agreed with the torch reference, "
-    "peers up to rounding."
+    "first. ratio: fastest peer over ours in the same run. equal: before timing, ours and every peer agreed with the "
+    "torch reference, peers up to rounding."
 )
 
 COPY_SPREAD = 0.05
@@ -25,7 +25,10 @@ COPY_SPREAD = 0.05
 
 @dataclass
 class PeerResult:
-    """One peer of one row. ``us`` is None where it did not run; ``absent`` says why."""
+    """One peer of one row. ``us`` is None where it did not run; ``absent`` says why.
+
+    ``beside`` is the time of ours in the run that measured the peer, where that was not the run of the row.
+    """
 
     name: str
     us: float | None = None
@@ -36,6 +39,7 @@ class PeerResult:
     difference: str = ""
     note: str = ""
     absent: str = ""
+    beside: float | None = None
 
 
 @dataclass
@@ -76,18 +80,32 @@ class Row:
     def family(self) -> str:
         return self.operator.partition(".")[0]
 
+    @property
+    def named(self) -> set[str]:
+        """Names of the peers."""
+        return {peer.name for peer in self.peers}
+
     def conclude(self, copy_gbps: float) -> None:
         """Fill in what follows from the times."""
         if self.us:
             self.gbps = self.bytes / (self.us * 1e3)
             self.relate(copy_gbps)
         timed = [peer for peer in self.peers if peer.us is not None]
-        fastest = min(timed, key=lambda peer: peer.us or math.inf, default=None)
-        if fastest is not None and fastest.us is not None:
-            self.peer, self.peer_us = fastest.name, fastest.us
-            self.ratio = fastest.us / self.us if self.us else None
+        fastest = min(timed, key=lambda peer: self.ratio_to(peer) or peer.us or math.inf, default=None)
+        if fastest is not None:
+            self.peer, self.peer_us, self.ratio = fastest.name, fastest.us, self.ratio_to(fastest)
         kinds = [kind for kind in (self.agreement, *(peer.agreement for peer in self.peers)) if kind]
         self.equal = None if not kinds else "different" not in kinds
+
+    def ratio_to(self, peer: PeerResult) -> float | None:
+        """Its time over ours, both of the same run."""
+        ours = peer.beside or self.us
+        return peer.us / ours if peer.us is not None and ours else None
+
+    def adopt(self, other: Row, copy_gbps: float) -> None:
+        """Add the peers of the same row of another run."""
+        self.peers += [replace(peer, beside=peer.beside or other.us) for peer in other.peers]
+        self.conclude(copy_gbps)
 
     def relate(self, copy_gbps: float) -> None:
         """Refer to this copy bandwidth."""
@@ -169,8 +187,9 @@ class Record:
 
 
 def merge(records: Sequence[Record]) -> Record:
-    """One record from the parts of a suite that did not fit into one run; a later row replaces an earlier one.
+    """One record from the parts of a suite that did not fit into one run, or that compare with different peers.
 
+    A later row replaces an earlier one; if it compares with other peers only, these are added to the earlier one.
     Everything refers to the copy bandwidth of the first part.
 
     Raises:
@@ -187,9 +206,16 @@ def merge(records: Sequence[Record]) -> Record:
                 raise ValueError(f"merge: {name}: expected version {first.versions[name]}, got {version}")
         if abs(other.copy_gbps / first.copy_gbps - 1) > COPY_SPREAD:
             raise ValueError(f"merge: copy_gbps: expected about {first.copy_gbps:.0f}, got {other.copy_gbps:.0f}")
+        known = {row.key: row for row in first.rows}
+        rows = []
         for row in other.rows:
-            row.relate(first.copy_gbps)
-        first.rows = _replace(first.rows, other.rows)
+            old = known.get(row.key)
+            if old is not None and row.peers and not row.named & old.named:
+                old.adopt(row, first.copy_gbps)
+            else:
+                row.relate(first.copy_gbps)
+                rows.append(row)
+        first.rows = _replace(first.rows, rows)
         first.chains = _replace(first.chains, other.chains)
         first.aborted = other.aborted
         first.date = max(first.date, other.date)

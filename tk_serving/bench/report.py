@@ -44,12 +44,18 @@ def table(rows: Sequence[Row]) -> Table:
             number(row.us) + method_mark(row.method),
             number(row.gbps),
             number(row.pct_copy),
-            row.peer or "none",
+            fastest(row),
             number(row.peer_us),
             f"[{color}]{row.ratio:.2f}[/]" if row.ratio is not None and color else number(row.ratio, 2),
             f"[red]{escape(row.error)}[/]" if row.error else agreement(row),
         )
     return shown
+
+
+def fastest(row: Row) -> str:
+    """The fastest peer, with the time of ours beside it where another run than the row's compared them."""
+    beside = next((peer.beside for peer in row.peers if peer.name == row.peer), None)
+    return f"{row.peer or 'none'}{f' (ours {number(beside)})' if beside else ''}"
 
 
 def agreement(row: Row) -> str:

@@ -131,8 +131,8 @@ def ratios(record: Record) -> dict[str, list[float]]:
 
 def engine_ratio(row: Row) -> float | None:
     """Fastest kernel of another project over ours: without the torch references."""
-    times = [peer.us for peer in row.peers if peer.us is not None and peer.name not in TORCH]
-    return min(times) / row.us if times and row.us else None
+    found = [row.ratio_to(peer) for peer in row.peers if peer.name not in TORCH]
+    return min((ratio for ratio in found if ratio is not None), default=None)
 
 
 def explain(missed: Iterable[Miss], causes: Sequence[Cause]) -> list[tuple[Miss, str]]:

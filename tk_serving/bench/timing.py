@@ -241,9 +241,9 @@ class CudaTimer:
     def _more(self, calls: Callable[[int], Call], count: int) -> Iterator[Call]:
         """The second to the last call, fewer if their inputs would fill the device."""
         for index in range(1, count):
-            if index % 16 == 0:
+            if index % 8 == 0:
                 free, total = torch.cuda.mem_get_info(self.device)
-                if free < total // 3:
+                if free < total // 8:
                     return
             yield calls(index)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -50,7 +51,15 @@ SIDES = {"stock": Kind("auto", "stock"), "ours": Kind("tilekernels")}
 COMPARED = Kind("tilekernels", environment={"TK_SERVING_COMPARE": "1"}, eager=True, layers=2)
 EXPERTS = {mode: Kind("tilekernels", environment={"TK_SERVING_EXPERTS": mode}) for mode in ("upcast", "resident")}
 OWN = "engine's experts"  # our side, with these
-CACHES = ("VLLM_CACHE_ROOT", "DG_JIT_CACHE_DIR", "SGLANG_DG_CACHE_DIR", "TRITON_CACHE_DIR", "TILELANG_CACHE_DIR")
+CACHES = (
+    "VLLM_CACHE_ROOT",
+    "DG_JIT_CACHE_DIR",
+    "SGLANG_DG_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TILELANG_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "FLASHINFER_WORKSPACE_BASE",
+)
 UNIT = (
     "ms on the device for one step of the model runner, by events around it: median over the steps and the rounds; "
     "work of the host between two steps is left out"
@@ -142,8 +151,9 @@ class Side:
 
     def _send(self, value: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(value) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended: ``answer`` says why
+            self._process.stdin.write(json.dumps(value) + "\n")
+            self._process.stdin.flush()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -183,7 +193,8 @@ class Side:
 
     def end(self) -> None:
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,8 +40,9 @@ class Engine(ABC):
     def outputs(self, sequences: int, prompt: int, tokens: int) -> dict[str, Any]:
         """``tokens`` of every text, and ``logprobs``: for each of them the likeliest tokens with theirs."""
 
-    def outputs_moved(self, share: float, **arguments: Any) -> dict[str, Any]:
-        """:meth:`outputs`, once a share of the embedding's values have moved by one step of bfloat16."""
+    def outputs_moved(self, share: float, octaves: int = 0, **arguments: Any) -> dict[str, Any]:
+        """:meth:`outputs`, once a share of the embedding's values have moved by one step of bfloat16; ``octaves`` as
+        for :meth:`outputs_damped`."""
         (weight,) = (p.data for name, p in self.model.named_parameters() if "embed_tokens" in name)
         generator = torch.Generator(weight.device).manual_seed(0)
         kept = weight.clone()
@@ -47,10 +50,37 @@ class Engine(ABC):
             for rows in weight.view(torch.int16).split(8192):
                 rows += torch.rand(rows.shape, generator=generator, device=rows.device) < share
         try:
-            return self.outputs(**arguments)
+            return self.outputs_damped(octaves, **arguments) if octaves else self.outputs(**arguments)
         finally:
             with torch.inference_mode():
                 weight.copy_(kept)
+
+    def outputs_damped(self, octaves: int, **arguments: Any) -> dict[str, Any]:
+        """:meth:`outputs` with sublayers that add less to the residual stream by so many powers of two, as those of
+        deep models do; what rounding does to them matters less then.
+
+        Raises:
+            ValueError: the model has no parameters that say how much.
+        """
+        changed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with torch.inference_mode():
+            for name, parameter in self.model.named_parameters():
+                last = name.rpartition(".")[2]
+                if last in ("hc_attn_base", "hc_ffn_base"):  # pre 4, post 4, comb 16
+                    changed.append((parameter.data, parameter.data.clone()))
+                    parameter.data[4:8] -= octaves * math.log(2)
+            for name, parameter in [] if changed else self.model.named_parameters():
+                if "scale" in name and any(key in name for key in ("o_proj.", "down_proj.", "w2_")):
+                    changed.append((parameter.data, parameter.data.clone()))
+                    parameter.data *= 2.0**-octaves
+        if not changed:
+            raise ValueError("no gates of hyper-connections and no scales of the last products of sublayers")
+        try:
+            return self.outputs(**arguments)
+        finally:
+            with torch.inference_mode():
+                for values, kept in changed:
+                    values.copy_(kept)
 
     def sites(self) -> dict[str, Any]:
         """How far every replaced call is from the engine's own function; needs ``TK_SERVING_COMPARE``."""
@@ -60,6 +90,20 @@ class Engine(ABC):
         self.generate(4, 500, 4, seed=5)
         self.generate(1, 16, 4, seed=6)
         return {"rows": comparing.rows(), "first": comparing.first()}
+
+    def influence(self, groups: Sequence[Sequence[str]], **texts: int) -> dict[str, Any]:
+        """:meth:`outputs` of the engine alone, and with one group of sites replaced at a time; needs
+        ``TK_SERVING_COMPARE``."""
+        from tk_serving_patches import comparing
+
+        found: dict[str, Any] = {}
+        for group in [(), *groups]:
+            try:
+                with comparing.only(group):
+                    found[" + ".join(group)] = self.outputs(**texts)
+            except Exception as error:
+                found[" + ".join(group)] = {"error": f"{type(error).__name__}: {error}"}
+        return found
 
     def timed(self, step: Any) -> Any:
         """A step of the model runner with events around it."""

@@ -67,6 +67,19 @@ def _v3(layers: int) -> dict[str, Any]:
     }
 
 
+def _v32(layers: int) -> dict[str, Any]:
+    """DeepSeek-V3.2: V3 with sparse attention, its tokens chosen by an indexer."""
+    return {
+        **_v3(layers),
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "index_topk": 2048,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "quantization_config": {**_FP8, "scale_fmt": "ue8m0"},
+    }
+
+
 def _v4_flash(layers: int) -> dict[str, Any]:
     """DeepSeek-V4-Flash with sliding-window attention in all layers; the first is routed by a table of token ids."""
     return {
@@ -105,5 +118,5 @@ def _v4_flash(layers: int) -> dict[str, Any]:
     }
 
 
-MODELS: dict[str, Callable[[int], dict[str, Any]]] = {"v3": _v3, "v4-flash": _v4_flash}
+MODELS: dict[str, Callable[[int], dict[str, Any]]] = {"v3": _v3, "v3.2": _v32, "v4-flash": _v4_flash}
 """By name: the configuration of a model with so many layers."""

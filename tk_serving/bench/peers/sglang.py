@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import Any
 
 import torch
@@ -10,7 +12,6 @@ from torch import Tensor
 from tk_serving.bench.peers import PeerCall, covers, need, nothing_else
 
 FP8 = torch.float8_e4m3fn
-FLOOR = 1e-4  # our amax floor; SGLang's default is 1e-10
 _KERNELS = "sglang.kernels.ops"
 
 
@@ -24,14 +25,22 @@ def per_token_cast(
     use_packed_ue8m0: bool = False,
     **rest: Any,
 ) -> PeerCall:
-    """``sglang_per_token_group_quant_fp8``."""
+    """``sglang_per_token_group_quant_fp8``; its amax floor is 1e-10."""
     covers(isinstance(x, Tensor) and x.dtype == torch.bfloat16 and fmt == "e4m3", "bf16 to e4m3")
     covers(x.is_contiguous(), "contiguous rows")
     nothing_else(rest)
     covers(use_packed_ue8m0 or not round_sf, "rounded scales in packed form")
     column = use_tma_aligned_col_major_sf
     cast = need(f"{_KERNELS}.quantization.fp8_kernel").sglang_per_token_group_quant_fp8
-    return PeerCall(lambda: cast(x, num_per_channels, FLOOR, column, column, use_packed_ue8m0))
+    return PeerCall(
+        lambda: cast(
+            x,
+            num_per_channels,
+            column_major_scales=column,
+            scale_tma_aligned=column,
+            scale_ue8m0=use_packed_ue8m0,
+        )
+    )
 
 
 def swiglu_forward_and_per_token_cast(
@@ -50,9 +59,9 @@ def swiglu_forward_and_per_token_cast(
     zero_padding: bool = True,
     **rest: Any,
 ) -> PeerCall:
-    """``silu_and_mul_contig_post_quant``, row-major scales."""
-    covers(x.dtype == torch.bfloat16, "bf16")
-    covers(not use_tma_aligned_col_major_sf and not round_sf, "row-major scales without rounding")
+    """``silu_and_mul_contig_post_quant``; on Hopper a second kernel brings the scales into columns."""
+    covers(x.dtype == torch.bfloat16 and num_per_channels == 128, "bf16 in groups of 128")
+    covers(not round_sf, "scales without rounding")
     nothing_else({**rest, "clamped_count": clamped_count, "sf_clamp_min": sf_clamp_min})
     less = []
     if topk_weights is not None:
@@ -60,13 +69,14 @@ def swiglu_forward_and_per_token_cast(
     if pos_to_expert is not None:
         less.append("also computes padding rows")
     cast = need(f"{_KERNELS}.activation.silu_and_mul_clamp").silu_and_mul_contig_post_quant
+    align = need(f"{_KERNELS}.moe.ep_moe_kernels").tma_align_input_scale
     rows, hidden = x.shape[0], x.shape[1] // 2
     data = torch.empty(rows, hidden, dtype=FP8, device=x.device)
     sf = torch.empty(rows, hidden // num_per_channels, device=x.device)
 
     def run() -> tuple[Tensor, Tensor]:
         cast(x, data, sf, num_per_channels, swiglu_limit=swiglu_clamp_value)
-        return data, sf
+        return data, align(sf) if use_tma_aligned_col_major_sf else sf
 
     return PeerCall(run, None, ", ".join(less)) if less else PeerCall(run)
 
@@ -151,9 +161,9 @@ def mhc_pre_big_fuse(
     n_splits: int = 16,
     **rest: Any,
 ) -> PeerCall:
-    """``mhc_pre``; needs SGLang's tensor-parallel group."""
+    """``mhc_pre``."""
     nothing_else(rest)
-    pre = need(f"{_KERNELS}.layernorm.mhc").mhc_pre
+    pre = _layer("mhc").mhc_pre
     eps = (rms_eps, mhc_pre_eps, mhc_sinkhorn_eps)
     return PeerCall(lambda: pre(residual, fn, mhc_scale, mhc_base, *eps, mhc_post_mult_value, sinkhorn_repeat))
 
@@ -163,14 +173,14 @@ def mhc_post(
 ) -> PeerCall:
     """``mhc_post``."""
     covers(residual.dim() == 3 and residual.is_contiguous(), "contiguous [T, 4, H] residuals")
-    post = need(f"{_KERNELS}.layernorm.mhc").mhc_post
+    post = _layer("mhc").mhc_post
     return PeerCall(lambda: post(x, residual, post_layer_mix, comb_res_mix))
 
 
 def mhc_pre_fused(residual: Tensor, norm_weight: Tensor | None = None, norm_eps: float = 1e-6, **rest: Any) -> PeerCall:
-    """``mhc_pre`` with the norm inside, then the group cast; needs SGLang's tensor-parallel group."""
+    """``mhc_pre`` with the norm inside, then the group cast."""
     covers(residual.dim() == 3 and not rest["delayed"], "[T, 4, H] residuals, not delayed")
-    pre = need(f"{_KERNELS}.layernorm.mhc").mhc_pre
+    pre = _layer("mhc").mhc_pre
     mixer, norm = _mixer(rest), {"norm_weight": norm_weight, "norm_eps": norm_eps}
 
     def run() -> tuple:
@@ -191,7 +201,7 @@ def mhc_post_pre_fused(
 ) -> PeerCall:
     """``mhc_fused_post_pre`` with the norm inside, then the group cast."""
     covers(residual.dim() == 3 and not rest["delayed"], "[T, 4, H] residuals, not delayed")
-    both = need(f"{_KERNELS}.layernorm.mhc").mhc_fused_post_pre
+    both = _layer("mhc").mhc_fused_post_pre
     mixer, norm = _mixer(rest), {"norm_weight": norm_weight, "norm_eps": norm_eps}
 
     def run() -> tuple:
@@ -216,7 +226,7 @@ def mhc_head_fused(
     """``fused_hc_head``."""
     covers(residual.dim() == 3 and norm_weight is None, "[T, 4, H] residuals without a final norm")
     nothing_else({"fn_norm_weight": fn_norm_weight})
-    head = need(f"{_KERNELS}.layernorm.mhc_head").fused_hc_head
+    head = _layer("mhc_head").fused_hc_head
     return PeerCall(lambda: head(residual, fn, mhc_scale, mhc_base, rms_eps, mhc_pre_eps))
 
 
@@ -231,9 +241,9 @@ def engram_gate_fwd(
     image_token_mask: Tensor | None = None,
     inplace: bool = False,
 ) -> PeerCall:
-    """``engram_gate``."""
+    """``fused_engram_gate``."""
     covers(image_token_mask is None, "calls without image tokens")
-    gate = need(f"{_KERNELS}.embeddings.engram_gate").engram_gate
+    gate = need(f"{_KERNELS}.embeddings.engram_gate").fused_engram_gate
     kv = torch.cat([k.reshape(k.shape[0], -1), v], dim=1)
     weight, ones = weight_fused.bfloat16(), torch.ones_like(weight_fused, dtype=torch.bfloat16)
     return PeerCall(
@@ -241,6 +251,29 @@ def engram_gate_fwd(
         lambda out: (out, None, None, None, None),
         "bf16 norm weights; saves nothing for a backward pass",
     )
+
+
+def _layer(module: str) -> Any:
+    """A module whose kernels ask for the configuration of a server and a group of one rank."""
+    found = need(f"{_KERNELS}.layernorm.{module}")
+    publish("cuda" if torch.cuda.is_available() else "cpu")
+    return found
+
+
+@functools.cache
+def publish(device: str) -> None:
+    """What SGLang's kernels ask for outside an engine: a published configuration and a group of one rank."""
+    from sglang.srt import runtime_context, server_args
+    from sglang.srt.distributed import bootstrap
+
+    arguments = server_args.ServerArgs(model_path="dummy", device=device)
+    arguments.resolve_once()
+    ranks = runtime_context.SpawnRanks(
+        world_rank=runtime_context.spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0
+    )
+    runtime_context.publish(arguments, role="scheduler", ranks=ranks)
+    port = 20_000 + os.getpid() % 20_000  # of two processes at the same time each has its own
+    bootstrap.init_parallel_runtime(server_args=arguments, device=device, dist_port=port)
 
 
 def _mixer(arguments: dict[str, Any]) -> list[Any]:
