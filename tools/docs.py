@@ -9,6 +9,7 @@ of that name below reads from declarations. Needs neither an engine nor a GPU.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Iterable
@@ -139,6 +140,30 @@ def sglang_sites() -> str:
     return _sites(SITES, MODELS)
 
 
+def sglang_times() -> str:
+    """SGLang's kernels and ours at every call site, as the record has them."""
+    record = json.loads((ROOT / "docs/records/sites-sglang-h200.json").read_text())
+    counts = sorted({row["tokens"] for row in record["rows"]})
+    found: dict[tuple[str, str, str], dict[int, dict]] = {}
+    for row in record["rows"]:
+        found.setdefault((row["site"], row["case"], row["model"]), {})[row["tokens"]] = row
+    several = {site for site, case, _ in found if len({c for s, c, _ in found if s == site}) > 1}
+    rows = [
+        [f"`{site}`" + (f", {case}" if site in several else ""), model, *(_times(by_tokens.get(n, {})) for n in counts)]
+        for (site, case, model), by_tokens in found.items()
+    ]
+    header = ["site", "model", *(f"{n} token{'s' if n > 1 else ''}" for n in counts)]
+    return table(" | ".join(header), rows)
+
+
+def _times(row: dict) -> str:
+    """Microseconds of both sides; what did not run, or did not agree, says so."""
+    if "ratio" not in row:
+        return "failed" if "error" in row else "-"
+    both = " / ".join(f"{row[key]:.{1 if row[key] >= 100 else 2}f}" for key in ("stock_us", "ours_us"))
+    return both + ("" if row["agree"] else f", differs by {row['difference']:.2g}")
+
+
 SECTIONS = {
     "operators": operators,
     "settings": settings,
@@ -146,6 +171,7 @@ SECTIONS = {
     "versions": versions,
     "vllm-sites": vllm_sites,
     "sglang-sites": sglang_sites,
+    "sglang-times": sglang_times,
 }
 
 

@@ -13,7 +13,6 @@ import functools
 import importlib
 import json
 import multiprocessing
-import os
 import statistics
 import time
 import traceback
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from tk_serving.bench.peers.sglang import publish
 from tk_serving_patches import Ledger
 from tk_serving_patches import warm as warm_calls
 from tk_serving_sglang.cases import CASES, DEVICE, TOKENS, Case
@@ -32,21 +32,11 @@ CALLS = 20
 
 
 def prepare() -> None:
-    """What SGLang's kernels ask for outside an engine: a published configuration and a group of one rank."""
+    """What SGLang's kernels ask for outside an engine, with the choice of a backend that our plugin adds."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    from sglang.srt import runtime_context, server_args
-    from sglang.srt.distributed import bootstrap
-
-    arguments = server_args.ServerArgs(model_path="dummy", device=DEVICE, kernel_backend="auto")
-    arguments.resolve_once()
-    ranks = runtime_context.SpawnRanks(
-        world_rank=runtime_context.spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0
-    )
-    runtime_context.publish(arguments, role="scheduler", ranks=ranks)
-    port = 20_000 + os.getpid() % 20_000  # processes that warm up at the same time must not meet
-    bootstrap.init_parallel_runtime(server_args=arguments, device=DEVICE, dist_port=port)
+    publish(DEVICE, kernel_backend="auto")
 
 
 def calls(case: Case, model: Any, tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:

@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,5 @@ def generate(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Write the table of the record that is named."""
-    (record,) = arguments
-    measured.file.write_text(table.text(generate(json.loads(Path(record).read_text()))))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(measured.main(generate, sys.argv[1:]))

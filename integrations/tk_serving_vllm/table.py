@@ -6,13 +6,12 @@ every site and model it has the time of vLLM's kernels over ours, at the token c
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tk_serving_patches.table import TOLERANCE, Table, text
+from tk_serving_patches.table import TOLERANCE, Table
 
 FILE = Path(__file__).with_name("table.json")
 PEER = "vllm"
@@ -61,14 +60,11 @@ def _ratios(operators: Sequence[Mapping[str, Mapping[int, tuple[float, float]]]]
     return result
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Write the table of the record that is named."""
+def _of_all_sites(record: Mapping[str, Any]) -> dict[str, Any]:
     from tk_serving_vllm.sites import SITES
 
-    (record,) = arguments
-    FILE.write_text(text(generate(json.loads(Path(record).read_text()), SITES)))
-    return 0
+    return generate(record, SITES)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(measured.main(_of_all_sites, sys.argv[1:]))

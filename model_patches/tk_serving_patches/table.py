@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,12 @@ class Table:
             return False, ""
         everywhere = len(lost) == len(self._chosen[site])
         return everywhere, f"{'' if everywhere else 'in part '}stock by table: {', '.join(lost)} tokens"
+
+    def main(self, make: Callable[[Any], Mapping[str, Any]], arguments: Sequence[str]) -> int:
+        """Write the table that ``make`` makes of a record; ``arguments`` name the record's file."""
+        (record,) = arguments
+        self.file.write_text(text(make(json.loads(Path(record).read_text()))))
+        return 0
 
 
 def text(table: Mapping[str, Any]) -> str:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tk_serving.bench import peers
-from tk_serving.bench.chain import CHAINS, Chain, Layer, Part, Step
-from tk_serving.bench.implementations import Bench
-from tk_serving.bench.routing import routing
+from tk_serving.bench.chain import CHAINS, Chain, Layer, Part, Step, _task
+from tk_serving.bench.implementations import Bench, Subject
+from tk_serving.bench.routing import experts, routing
 from tk_serving.operator import find, operators
 from tk_serving.workloads import MODELS
 
@@ -104,6 +104,24 @@ def test_routing_takes_its_own_results_on(monkeypatch, fake_timer, name):
     assert (row.chain, row.ratio) == (name, 1.5)
     assert row.steps[0]["operators"][1:] == ["get_fused_mapping", "expand_to_fused_and_cast"]
     assert (row.steps[0]["ours"], row.steps[0]["engine"]) == ("equal", "equal")
+
+
+def test_experts_go_by_their_own_mapping():
+    """Arguments that the mapping replaces change nothing."""
+    step = next(step for step in CHAINS["v4-flash"] if step.ours is experts)
+    subjects = [Subject(_task(part, "v4-flash", 2), "cpu") for part in step.parts]
+    given = [subject.inputs.by_name(subject.inputs[0]) for subject in subjects]
+    call = experts(*given)
+    found, expected = call.run(), call.result(call.run())
+    mapped = {"token_topk_to_pos", "pos_to_expert", "pos_to_token_topk"}
+    without = [{k: torch.full_like(v, -1) if k in mapped else v for k, v in part.items()} for part in given]
+    assert sum(map(len, (mapped & part.keys() for part in without))) == 5
+    call = experts(*without)
+    again = call.run()
+    live = again[0].long().flatten()
+    assert torch.equal(found[2][0][live].view(torch.uint8), again[2][0][live].view(torch.uint8))
+    assert torch.equal(found[3], again[3])
+    assert all(torch.equal(*pair) for pair in zip(expected, call.result(again), strict=True))
 
 
 def test_parameters_can_be_changed(chain):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from tk_serving import dispatch
 from tk_serving.bench.e2e import alternate, child, engine, families, models, support, weights
 
 CONFIG = SimpleNamespace(
@@ -33,11 +34,27 @@ def test_configurations_have_the_published_shapes(model):
 
     (facts,) = [m for m in MODELS if m.key == model.removesuffix(".2")]  # V3.2 has the layers of V3
     config = models.MODELS[model](4)
+    config = config.get("text_config", config)
     assert config["num_hidden_layers"] == 4
     assert config.get("hc_mult", 0) == facts.hc_mult
     for name in ("hidden_size", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "scoring_func"):
         assert config[name] == getattr(facts, name)
     assert config["routed_scaling_factor"] == facts.routed_scaling_factor
+
+
+def test_a_model_with_engram_gets_a_tokenizer(tmp_path):
+    """Of every token id, and with as many ids left as the configuration says once capitals are the same."""
+    tokenizers = pytest.importorskip("tokenizers")
+    models.write("v3", 3, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    models.write("v4.1", 3, tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == text["vocab_size"]
+    words = [tokenizer.decode([token]) for token in range(text["vocab_size"])]
+    assert len({word.lower() for word in words}) == text["engram_compressed_vocab_size"]
+    columns = (text["engram_max_ngram_size"] - 1) * text["engram_n_heads"]
+    assert text["engram_num_embeddings"][0] > columns * text["engram_vocab_size"]
 
 
 # -- weights -------------------------------------------------------------------------------------------------------
@@ -84,6 +101,23 @@ def test_no_sublayer_writes_to_the_topics_and_routers_read_nothing_else():
     assert (gate[:, : -weights.TOPICS] == 0).all()
     embedding = parameter("embed_tokens.weight", 200, 256)[:, -weights.TOPICS :]
     assert ((embedding != 0).sum(1) == 1).all()
+
+
+def test_engram_adds_values_of_the_size_of_the_stream_and_leaves_the_topics():
+    table = parameter("engram.embed_tokens.weight", 500, 256, dtype=torch.float8_e4m3fn).float()
+    exponents = parameter("engram.embed_tokens.weight_scale_inv", 500, 8, dtype=torch.uint8).float()
+    assert 0.7 < (table * torch.exp2(exponents - 127).repeat_interleave(32, 1)).std() < 2
+    value = parameter("engram.wkv.weight", 5 * 256, 512, dtype=torch.float8_e4m3fn).float()[-256:]
+    assert (value[-weights.TOPICS :] == 0).all()
+    assert (value[: -weights.TOPICS] != 0).float().mean() > 0.9
+    assert parameter("engram.q_weight", 4, 256).float().mean() == pytest.approx(1, abs=0.02)
+
+
+def test_parameters_without_memory_are_left_out():
+    module = torch.nn.Module()
+    module.register_parameter("image_start", torch.nn.Parameter(torch.empty(8, device="meta"), requires_grad=False))
+    weights.fill(module, CONFIG)
+    assert module.image_start.is_meta
 
 
 def test_no_routing_decision_hangs_on_rounding():
@@ -145,6 +179,10 @@ def test_kernels_have_families():
         "mhc_post_kernel": "mhc",
         "void deep_gemm::sm90_tf32_hc_prenorm_gemm_impl<...>": "mhc",
         "gate_kernel": "routing",
+        "pre_kernel": "mhc",
+        "lossless_from_marlin_kernel": "routed experts",
+        "void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 4096u, (deep_gemm::GemmType)1>": "routed experts",
+        "void vllm::deepseek_v4_fused_ops::fusedDeepseekV4QNormRopeKVRopeQuantInsertKernel<...>": "attention",
         "something": "other",
     }
     assert {name: families.family(name) for name in names} == names
@@ -182,6 +220,7 @@ class Texts:
         self.shifts = {"outputs_moved": moved, "outputs": plain, "small": small}
 
     def do(self, what, **arguments):
+        what = what.replace("_damped", "")
         return answers((1, 2), shift=self.shifts["small" if arguments.get("at_once") else what])
 
 
@@ -190,8 +229,9 @@ class Texts:
     [
         (0.001, 0.0, 0.0, False),
         (0.1, 0.0, 0.0, False),
-        (0.1, 0.07, 0.0, True),
-        (0.1, 0.0, 0.07, True),
+        (0.08, 0.07, 0.0, True),
+        (0.08, 0.0, 0.07, True),
+        (0.1, 0.07, 0.0, False),
         (0.2, 0.1, 0, False),
     ],
 )
@@ -202,6 +242,42 @@ def test_noise_is_recorded_beside_the_bounds(ours, moved, small, within):
     assert found["agree"] is (ours < alternate.MEAN_DIFFERENCE), "the bounds stay what they are"
     assert found["stock_from_itself"]["embedding moved"]["max_logprob_diff"] == moved
     assert found["stock_from_itself"]["batches of 8"]["max_logprob_diff"] == small
+    assert found["passes"] is (found["agree"] if max(moved, small) < alternate.MEAN_DIFFERENCE else within)
+
+
+class Damped(Texts):
+    """A side whose differences shrink by half with every octave; beyond ``last`` it cannot be damped."""
+
+    def __init__(self, plain, moved, last=9):
+        super().__init__(plain, moved)
+        self.last = last
+
+    def do(self, what, octaves=0, **arguments):
+        if octaves > self.last:
+            raise alternate.EngineError("no gates")
+        shift = self.shifts["outputs_moved" if what == "outputs_moved" else "outputs"]
+        return answers((1, 2), shift=shift / 2**octaves)
+
+
+@pytest.mark.parametrize(
+    ("ours", "moved", "last", "equal"),
+    [
+        (0.055, 0.05, 9, True),  # as far as the engine is from itself, and within the bounds once that is
+        (0.0, 0.0, 0, True),
+        (0.1, 0.05, 9, False),
+        (0.055, 0.05, 3, False),  # the engine never agrees with itself: nothing shows that ours does
+        (0.001, 0.0, 9, True),
+        (0.004, 0.0, 9, False),
+    ],
+)
+def test_sides_are_equal_if_they_pass_at_every_damping_and_at_one_by_the_bounds(ours, moved, last, equal):
+    sides = {"stock": Damped(0.0, moved, last), "ours": Damped(ours, 0.0, last)}
+    found = alternate._compare(sides, alternate.Options(engine="sglang"))
+    assert found["equal"] is equal
+    assert list(found["damped"]) == [str(n) for n in alternate.DAMPINGS if 0 < n <= last]
+    assert [level["bounds_apply"] for level in found["damped"].values()] == [
+        moved / 2 ** int(n) < alternate.MEAN_DIFFERENCE for n in found["damped"]
+    ]
 
 
 class Tiny(engine.Engine):
@@ -259,6 +335,31 @@ def test_where_there_are_no_hyper_connections_the_last_scales_shrink():
         Tiny().outputs_damped(2)
 
 
+def test_a_wrong_operator_is_off_by_a_factor_and_only_meanwhile():
+    from tk_serving import quant
+
+    x = torch.randn(4, 256, dtype=torch.bfloat16)
+    swiglu = quant.swiglu_forward(x, "bf16")
+    right = quant.per_token_cast(x, "e4m3", 128)
+    with engine.off_by("per_token_cast", 1.5):
+        wrong = quant.per_token_cast(x, "e4m3", 128)
+        assert torch.equal(quant.swiglu_forward(x, "bf16"), swiglu), "another operator"
+    assert torch.equal(wrong[1], right[1] * 1.5)
+    assert torch.equal(wrong[0].view(torch.uint8), right[0].view(torch.uint8)), "codes belong to their scales"
+    assert torch.equal(quant.per_token_cast(x, "e4m3", 128)[1], right[1])
+
+
+def test_wrong_operators_are_tried_one_by_one_at_every_damping():
+    tiny = Tiny()
+    tiny.outputs = lambda: {"by": dispatch.run is not run}
+    tiny.outputs_damped = lambda octaves: {"octaves": octaves, **tiny.outputs()}
+    run = dispatch.run
+    found = tiny.wrong(["a", "b"], 1.1, (0, 5))
+    assert {octaves: list(at) for octaves, at in found.items()} == {"0": ["", "a", "b"], "5": ["", "a", "b"]}
+    assert found["5"]["a"] == {"octaves": 5, "by": True}
+    assert dispatch.run is run
+
+
 class Whole(FakeSide):
     """In place of an engine's process."""
 
@@ -278,7 +379,11 @@ class Whole(FakeSide):
             row = {"site": "mhc-post", "calls": 3, "beyond": 0, "largest": 1e-3, "mean": 1e-4}
             return {"rows": [row], "first": None}
         if what == "state":
-            return {"start_s": 1.0}
+            counted = {"operator": "mhc_post", "implementation": "kernel", "calls": 3}
+            return {"start_s": 1.0, "counters": [counted, {**counted, "operator": "norm", "implementation": "engine"}]}
+        if what == "wrong":
+            assert (arguments["operators"], arguments["factor"]) == (["mhc_post"], alternate.WRONG)
+            return {str(n): {"": answers((1,)), "mhc_post": answers((1,), shift=0.25)} for n in arguments["dampings"]}
         return answers((1, 2)) if what.startswith("outputs") else super().do(what, **arguments)
 
     def end(self):
@@ -297,6 +402,10 @@ def test_a_whole_run(tmp_path, monkeypatch):
     phases = ["decode 1 sequence", "prefill 8000 tokens", "decode 8 sequences"]
     assert [(row["phase"], row["ratio"]) for row in record["rows"]] == [(phase, 1.5) for phase in phases]
     assert record["sites"]["v4-flash"]["first"] is None
+    wrong = record["wrong"]["v4-flash"]
+    assert {octaves: at["mhc_post"]["max_logprob_diff"] for octaves, at in wrong.items()} == {
+        str(octaves): 0.25 for octaves in alternate.DAMPINGS
+    }
     assert [name for name, _, _ in Whole.started] == ["stock", "ours", "compared", "upcast", "resident"]
     layers = {
         name: json.loads((tmp_path / "logs" / s["folder"] / "config.json").read_text()) for name, s, _ in Whole.started
@@ -305,9 +414,20 @@ def test_a_whole_run(tmp_path, monkeypatch):
         "stock": 4, "ours": 4, "compared": 2, "upcast": 4, "resident": 4,
     }  # fmt: skip
     experts = json.loads(options.experts.read_text())["rows"]
-    assert [(row["phase"], row["stock"], row["ours"], row[alternate.OWN]) for row in experts] == [
-        ("prefill 8000 tokens, experts upcast", 3.0, 2.0, 2.0)
+    sizes = [8000, *alternate.CROSSING]
+    assert [row["phase"] for row in experts] == [
+        *(f"prefill {size} tokens, experts upcast" for size in sizes),
+        "decode 1 sequence, experts upcast",
+        "decode 8 sequences, experts upcast",
     ], "the mode that failed is left out"
+    assert [experts[0][name] for name in ("stock", "ours", alternate.OWN, "ratio", "kernels_ratio")] == [
+        3,
+        2,
+        2,
+        1.5,
+        1.5,
+    ]
+    assert alternate.OWN not in experts[1]
 
 
 def test_the_record_keeps_the_rows_of_other_models(tmp_path):

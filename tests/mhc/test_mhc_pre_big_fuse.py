@@ -99,6 +99,33 @@ def test_norm(call, dtype):
     assert fused[3:] == (None, None)
 
 
+TIE = {**GATES, "mhc_pre_eps": 2**-9 + 2**-16}
+"""With gates of 1/2 before it, four streams of 1/2 sum to 1 + 2^-8 + 2^-15: in bfloat16 1 + 2^-7."""
+
+
+def halves(tokens):
+    return torch.full((tokens, 4, 192), 0.5).bfloat16(), parameters()[0], torch.zeros(3), torch.zeros(24)
+
+
+@pytest.mark.parametrize("fmt", [None, "e4m3"])
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_rms_before_rounding(call, tokens, fmt):
+    """Divided by its own RMS and times 1.5 the row is 1.5; by that before rounding 1.5059, in bfloat16 1.5078."""
+    options = {"norm_weight": torch.full((192,), 1.5), "norm_eps": 0.0, "fmt": fmt, "with_out_bf16": fmt is not None}
+    for before, expected in ((False, 1.5), (True, 1.5078125)):
+        fused = call("mhc_pre_fused", *halves(tokens), **TIE, **options, rms_before_rounding=before)
+        assert fused.layer_input.eq(expected).all()
+
+
+def test_rms_before_rounding_behind_an_update(call):
+    residual, *parameters = halves(9)
+    update = bf16(9, 192), residual, torch.zeros(9, 4, 1), torch.eye(4).expand(9, 4, 4).contiguous()
+    options = {"norm_weight": torch.full((192,), 1.5), "norm_eps": 0.0, "rms_before_rounding": True}
+    fused = call("mhc_post_pre_fused", *update, *parameters, **TIE, **options)
+    assert torch.equal(fused.residual, residual)
+    assert fused.layer_input.eq(1.5078125).all()
+
+
 LAYOUTS = {
     "row": {},
     "column": {"use_tma_aligned_col_major_sf": True},
@@ -202,6 +229,12 @@ def test_no_tokens():
         ({"fmt": "e4m3", "use_packed_ue8m0": True}, ValueError, "use_packed_ue8m0"),
         ({"round_sf": True}, ValueError, "round_sf: expected False, as there is no fmt, got True"),
         ({"pre_mix": f32(2, 4, 1)}, ValueError, "pre_mix: expected None, as the pre mix is not delayed"),
+        ({"rms_before_rounding": True}, ValueError, "rms_before_rounding: expected False, as there is no norm_weight"),
+        (
+            {"rms_before_rounding": True, "norm_weight": f32(64), "delayed": True},
+            ValueError,
+            "rms_before_rounding: expected False, as the pre mix is delayed",
+        ),
         ({"norm_weight": f32(256)}, ValueError, r"norm_weight: expected shape \[64\], got \[256\]"),
         ({"norm_weight": f32(64).half()}, TypeError, "norm_weight: expected dtype bfloat16 or float32, got float16"),
     ],

@@ -397,17 +397,18 @@ def test_scatter_keeps_its_contract(applied, monkeypatch, quantised, expert_star
     assert asked == [False]
 
 
-def test_the_reduction_behind_deepgemm(applied):
+@pytest.mark.parametrize("tokens", [5, 1024])  # the scaling factor is a scale of the rows, or part of the weights
+def test_the_reduction_behind_deepgemm(tokens, applied):
     from sglang.kernels.ops.moe import ep_moe_kernels
 
     applied("routed-experts-reduce")
-    down, weights = normal(3, 8, 64).bfloat16(), torch.rand(5, 2)  # a masked buffer: [experts, rows, hidden]
-    places = torch.randperm(24)[:10].int()
+    down, weights = normal(3, 8, 64).bfloat16(), torch.rand(tokens, 2)  # a masked buffer: [experts, rows, hidden]
+    places = torch.randint(24, (tokens * 2,)).int()
     places[3] = -1
-    out = torch.empty(5, 64, dtype=torch.bfloat16)
-    ep_moe_kernels.post_reorder_deepgemm(down, out, places, torch.zeros(5, 2), weights, 2, 5, 64, 2.5)
+    out = torch.empty(tokens, 64, dtype=torch.bfloat16)
+    ep_moe_kernels.post_reorder_deepgemm(down, out, places, torch.zeros(tokens, 2), weights, 2, tokens, 64, 2.5)
     rows = down.view(24, 64).float()[places.long().clamp(min=0)] * (places >= 0)[:, None]
-    expected = (rows.view(5, 2, 64) * weights[..., None]).sum(1) * 2.5
+    expected = (rows.view(tokens, 2, 64) * weights[..., None]).sum(1) * 2.5
     torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-7)
     ran("reduce_fused")
 
@@ -598,6 +599,16 @@ def test_input_of_a_sublayer(applied, norm):
     torch.testing.assert_close(comb.double(), exact_comb, rtol=3e-3, atol=3e-3)
     torch.testing.assert_close(x.double(), expected, rtol=1e-2, atol=1e-2)
     ran("mhc_pre_fused")
+
+
+def test_the_norm_takes_the_rms_before_the_row_is_rounded(applied):
+    """As in SGLang's kernel. The rows are four halves times 1/2 + eps: 1 + 2^-8 + 2^-15, in bfloat16 1 + 2^-7."""
+    from sglang.kernels.ops.layernorm import mhc
+
+    applied("mhc-pre")
+    gates = (torch.zeros(3), torch.zeros(24), 1e-6, 2**-9 + 2**-16, 1e-6, 2.0, 4)
+    options = {"norm_weight": torch.full((H,), 1.5).bfloat16(), "norm_eps": 0.0}
+    assert mhc.mhc_pre(torch.full((T, 4, H), 0.5).bfloat16(), FN, *gates, **options)[2].eq(1.5078125).all()
 
 
 def test_streams_after_a_sublayer_agree_with_sglangs_torch_code(applied):

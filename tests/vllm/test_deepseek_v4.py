@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tk_serving.bench.e2e import alternate
+
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 
@@ -89,3 +91,16 @@ def test_a_wrong_operator_is_caught_and_its_site_is_named(result):
 def test_wrong_experts_are_caught_in_the_output(result):
     for operator in ("expand_to_fused", "reduce_fused"):
         assert apart(result["wrong"][operator]["answers"], result["fused"]) > 1e-3, operator
+
+
+def test_where_the_engine_agrees_with_itself_the_bounds_tell_right_from_wrong(result):
+    """With sublayers that add less, what one rounding does to stock is within the bounds; so are ours, and no operator
+    that is off by a tenth, except where the last norm takes a factor out again."""
+    damped = result["damped"]
+    right = alternate.judged(damped["ours"].pop(""), damped["stock"], {"embedding moved": damped["moved"]})
+    assert right["bounds_apply"], right
+    assert right["agree"], right
+    caught = {op: not alternate.differences(out, damped["stock"])["agree"] for op, out in damped["ours"].items()}
+    unseen = {"mhc_post", "mhc_head_fused", "get_fused_mapping"}  # the last has no floating-point results
+    assert caught == {op: op not in unseen for op in caught}
+    assert len(caught) > len(unseen) + 4

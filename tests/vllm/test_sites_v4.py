@@ -340,6 +340,21 @@ def test_before_the_first_sublayer(mixer):
     )
 
 
+def test_the_norm_takes_the_rms_before_the_row_is_rounded(mixer):
+    """As in vLLM's kernel. Each row is four halves times 1/2 + eps: 1 + 2^-8 + 2^-15, in bfloat16 1 + 2^-7."""
+    row, weight = torch.full((TOKENS, HIDDEN), 0.5).bfloat16(), torch.full((HIDDEN,), 1.5).bfloat16()
+    streams = row.unsqueeze(1).expand(-1, 4, -1).contiguous()
+    call = (mixer.fn, torch.zeros(3), torch.zeros(24), 1e-6, 2**-9 + 2**-16, *GATES[2:])
+    update = (mixer.x, streams, torch.zeros(TOKENS, 4), torch.eye(4).expand(TOKENS, 4, 4).contiguous())
+    norm = {"norm_weight": weight, "norm_eps": 0.0}
+    for x in (
+        hyper_connections._pre(None)(streams, *call, **norm)[2],
+        hyper_connections._post_pre(None)(*update, *call, **norm)[3],
+        hyper_connections._pre_broadcast(None)(row, *call, **norm)[3],
+    ):
+        assert x.eq(1.5078125).all()
+
+
 def test_after_the_last_sublayer(mixer):
     from vllm.model_executor.kernels.mhc.torch import mhc_post_torch
 
@@ -528,12 +543,38 @@ def test_biased_routing_drops_padding_rows_and_inverts_the_mask_once(monkeypatch
     assert vars(context)[routing._KEPT][1] is inverted
 
 
+def test_tokens_of_images_have_a_bias_of_their_own(monkeypatch):
+    import vllm.forward_context
+
+    context = SimpleNamespace(is_padding=None)
+    monkeypatch.setattr(vllm.forward_context, "is_forward_context_available", lambda: True)
+    monkeypatch.setattr(vllm.forward_context, "get_forward_context", lambda: context)
+    tokens = torch.tensor([99, 100, 104, 105, 3, 102, 0, 101, 103])
+    chosen = router(bias_vl=torch.linspace(2, -2, 16), image_sentinel_lo=100)
+    ours = routing._biased(None)(chosen, None, LOGITS, None, input_ids=tokens)
+    image = (tokens >= 100) & (tokens < 105)
+    assert image.sum() == 5
+    for rows, bias in ((image, chosen.bias_vl), (~image, chosen.e_score_correction_bias)):
+        theirs = v4_on_cpu.biased_topk(None, LOGITS[rows], bias, 3, True, "", 0, 1.5, True)
+        torch.testing.assert_close(by_expert(*ours)[rows], by_expert(*theirs))
+    mask = vars(context)[routing._IMAGES][1]
+    routing._biased(None)(chosen, None, LOGITS, None, input_ids=tokens.view(9))
+    assert vars(context)[routing._IMAGES][1] is mask, "once for all layers"
+    routing._biased(None)(chosen, None, LOGITS[:4], None, input_ids=tokens[:4])
+    assert len(vars(context)[routing._IMAGES][1]) == 4
+    text = routing._biased(None)(router(bias_vl=chosen.bias_vl, image_sentinel_lo=0), None, LOGITS, None)
+    assert torch.equal(text[1], routing._biased(None)(router(), None, LOGITS, None)[1])
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"scoring_func": "softmax"}, "softmax scores"),
         ({"renormalize": False}, "weights are not normalised"),
-        ({"bias_vl": torch.zeros(16)}, "image tokens have a bias of their own"),
+        (
+            {"bias_vl": torch.zeros(16), "image_sentinel_lo": 7, "_hash_indices_table": torch.zeros(9, 3).int()},
+            "image tokens have a bias, others a table",
+        ),
         ({"num_fused_shared_experts": 1}, "shared experts among the routed ones"),
     ],
 )
@@ -543,6 +584,12 @@ def test_other_biased_routers_stay_with_vllm(changes, reason):
     routing._biased(lambda *args, **kwargs: calls.append((args, kwargs)))(chosen, "x", LOGITS, None, input_ids="ids")
     assert calls == [((chosen, "x", LOGITS, None), {"input_ids": "ids"})]
     assert reasons() == [reason]
+
+
+def test_which_tokens_are_images_must_be_known():
+    chosen = router(bias_vl=torch.zeros(16), image_sentinel_lo=7)
+    assert routing._biased(lambda *args, **kwargs: "vLLM's")(chosen, "x", LOGITS, None) == "vLLM's"
+    assert reasons() == ["image tokens have a bias, and which they are is not said"]
 
 
 # -- warm-up -------------------------------------------------------------------------------------------------------

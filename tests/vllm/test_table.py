@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tk_serving_patches.table import text
 from tk_serving_vllm import table
 from tk_serving_vllm.sites import SITES, _calls
 
@@ -19,7 +20,7 @@ def _nothing_chosen():
 
 
 def test_the_table_is_that_of_the_record():
-    generated = table.text(table.generate(json.loads(RECORD.read_text()), SITES))
+    generated = text(table.generate(json.loads(RECORD.read_text()), SITES))
     assert table.FILE.read_text() == generated, f"run: python -m tk_serving_vllm.table {RECORD}"
 
 

@@ -13,11 +13,13 @@ import v4_on_cpu
 from torch import Tensor
 
 from tk_serving import dispatch
+from tk_serving.bench.e2e import engine
 from tk_serving.bench.e2e.weights import register_vllm_loader
 from tk_serving.config import settings
 from tk_serving_patches import comparing
 
 PROMPTS = [[7 * i % 509 + 2 for i in range(n)] for n in (11, 3, 30)]
+DAMPING = 5
 ON, OFF = {"kernel_backend": "tilekernels"}, {}
 
 
@@ -69,12 +71,35 @@ def wrong(operator):
         dispatch._run_reference = original
 
 
+class OnCpu(engine.Engine):
+    """The end-to-end benchmark's view of an engine."""
+
+    def __init__(self, llm):
+        super().__init__()
+        self.llm = llm
+
+    @property
+    def model(self):
+        return self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
+
+    def generate(self, *_, **__):
+        raise NotImplementedError
+
+    def outputs(self):
+        found = answers(self.llm)
+        texts, at = found["tokens"], iter(found["positions"])
+        return {"tokens": texts, "logprobs": [[next(at) for _ in text] for text in texts]}
+
+
 def main():
     import vllm.models.deepseek_v4.cpu.model as model
 
     folder = sys.argv[1]
     v4_on_cpu.install()
-    result = {"stock": answers(build(folder, OFF))}
+    llm = build(folder, OFF)
+    result = {"stock": answers(llm)}
+    stock = OnCpu(llm)  # before the sites are applied to this process
+    result["damped"] = {"stock": stock.outputs_damped(DAMPING), "moved": stock.outputs_moved(0.01, DAMPING)}
     for fused in (False, True):
         model.HAS_TILELANG_MHC = fused  # the CPU's model has the fused form of CUDA's, which this flag chooses
         dispatch.reset_counters()
@@ -95,6 +120,7 @@ def main():
         with wrong(operator):
             changed = answers(llm)
         result.setdefault("wrong", {})[operator] = {"first": comparing.first(), "answers": changed}
+    result["damped"]["ours"] = OnCpu(llm).wrong(sorted(operators), 1.1, [DAMPING])[str(DAMPING)]
     print("RESULT " + json.dumps(result))
 
 

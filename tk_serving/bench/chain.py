@@ -2,9 +2,10 @@
 
 A step is what happens at one place of the layer: one or more of our operators, and either the engine's kernels for the
 same operators or, where it cuts differently, its own sequence (``joint``). Every part has inputs of its own: between
-the parts of a real layer there are matrix products, which the chain leaves out. Where nothing lies between them, each
-part takes the results of the one before (``ours``). The expert steps share one random routing, and their buffers have
-the capacity that the engine would allocate. A step that one side cannot run is left out on both, and named.
+the parts of a real layer there are matrix products, which the chain leaves out. What no product lies between, as the
+mapping and all that goes by it, is taken from the part before, as the engine's sequence does (``ours``). The expert
+steps share one random routing, and their buffers have the capacity that the engine would allocate. A step that one side
+cannot run is left out on both, and named.
 
 A chain is named after its model, or ``model:part`` if it is a part of the layer.
 """
@@ -28,7 +29,7 @@ from tk_serving.bench.agreement import DIFFERENT, Agreement, alike
 from tk_serving.bench.implementations import OURS, Bench, Subject
 from tk_serving.bench.peers import PeerCall, PeerUnavailableError, engine_of
 from tk_serving.bench.record import ChainRow
-from tk_serving.bench.routing import routing
+from tk_serving.bench.routing import experts, routing
 from tk_serving.bench.selection import Task
 from tk_serving.bench.targets import CHAIN
 from tk_serving.bench.timing import GRAPH, SampleError, Sampler, Statistics, measure
@@ -153,6 +154,7 @@ _EXPERTS = (
             Part("reduce_fused_add", arguments=_reduce_arguments),
         ),
         {"vllm": "experts"},
+        experts,
     ),
     Step(
         "shared expert: SwiGLU and cast",

@@ -1,4 +1,4 @@
-"""From router logits and tokens to quantised expert-major rows: our operators feeding each other."""
+"""Steps of a layer whose operators take the results of the ones before: our side of them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,25 @@ def routing(gate: dict[str, Any], mapping: dict[str, Any], expand: dict[str, Any
         return ids, weights, positions, rows
 
     return PeerCall(run, lambda found: by_pair(*found))
+
+
+def experts(
+    mapping: dict[str, Any], expand: dict[str, Any], swiglu: dict[str, Any], reduce: dict[str, Any]
+) -> PeerCall:
+    """``get_fused_mapping``, and by its results expansion, SwiGLU with cast, and reduction.
+
+    The rows that SwiGLU and reduction read are those of the layer's matrix products, and given.
+    """
+    names = ("get_fused_mapping", "expand_to_fused_with_sf", "swiglu_forward_and_per_token_cast", "reduce_fused_add")
+    place, spread, activate, join = (find(name).public for name in names)
+
+    def run() -> tuple:
+        owners, _, pairs, positions, *_ = place(**mapping)
+        rows = spread(**{**expand, "token_topk_to_pos": positions, "pos_to_expert": owners})
+        quantised = activate(**{**swiglu, "pos_to_token_topk": pairs, "pos_to_expert": owners})
+        return positions, rows, quantised, join(**{**reduce, "token_topk_to_pos": positions})
+
+    return PeerCall(run, lambda found: by_pair(mapping["topk_idx"], swiglu["topk_weights"], *found[:2]))
 
 
 def router(gate: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ class Remote:
     """An engine in a process of its own; started by the first call."""
 
     def __init__(self, site: str = "", check: bool = True, device: str = "cuda") -> None:
-        self._site, self._check, self._device = site, check, device
+        self._site, self.check, self._device = site, check, device
         self._process: subprocess.Popen[str] | None = None
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._lost = ""
@@ -43,9 +43,8 @@ class Remote:
     def prepare(self, peer: str, task: Task, mode: str) -> Ready:
         """As :meth:`Bench.prepare`, in the other process."""
         index = task.op.workloads.index(task.workload)
-        answer = self._ask(
-            "prepare", peer=peer, operator=task.op.qualified_name, workload=index, tokens=task.tokens, mode=mode
-        )
+        row = {"operator": task.op.qualified_name, "workload": index, "tokens": task.tokens}
+        answer = self._ask("prepare", peer=peer, mode=mode, check=self.check, **row)
         return Ready(
             _RemoteSampler(self, answer["identity"], answer["method"]), Agreement(*answer["agreement"]), answer["note"]
         )
@@ -91,7 +90,7 @@ class Remote:
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join(p for p in (self._site, root, os.environ.get("PYTHONPATH", "")) if p)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tk_serving.bench.worker", self._device, *([] if self._check else ["--no-check"])],
+            [sys.executable, "-m", "tk_serving.bench.worker", self._device],
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -120,8 +119,8 @@ class _RemoteSampler:
 
 
 class _Server:
-    def __init__(self, device: str, check: bool) -> None:
-        self._device, self._check = device, check
+    def __init__(self, device: str) -> None:
+        self._device = device
         self._bench: Bench | None = None
         self._ready: dict[int, Ready] = {}
         self._tasks: dict[tuple, Task] = {}
@@ -131,13 +130,15 @@ class _Server:
 
         return {"versions": versions()}
 
-    def prepare(self, peer: str, operator: str, workload: int, tokens: int, mode: str) -> dict[str, Any]:
+    def prepare(self, peer: str, operator: str, workload: int, tokens: int, mode: str, check: bool) -> dict[str, Any]:
         from tk_serving.operator import find
 
         op = find(operator)
         task = self._tasks.setdefault((operator, workload, tokens), Task(op, op.workloads[workload], tokens))
         try:
-            ready = self._own().prepare(peer, task, mode)
+            bench = self._own()
+            bench.check = check
+            ready = bench.prepare(peer, task, mode)
         except PeerUnavailableError as reason:
             return {"absent": str(reason)}
         identity = len(self._ready)
@@ -166,15 +167,15 @@ class _Server:
 
             timer = HostTimer() if self._device == "cpu" else CudaTimer(self._device)
             torch.set_grad_enabled(False)
-            self._bench = Bench(timer, self._device, self._check)
+            self._bench = Bench(timer, self._device)
         return self._bench
 
 
-def serve(device: str, check: bool) -> None:
+def serve(device: str) -> None:
     """Answer requests from standard input until it closes."""
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # engines print
-    server = _Server(device, check)
+    server = _Server(device)
     for line in sys.stdin:
         request = json.loads(line)
         try:
@@ -188,4 +189,4 @@ def serve(device: str, check: bool) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], "--no-check" not in sys.argv)
+    serve(sys.argv[1])

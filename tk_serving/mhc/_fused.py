@@ -11,7 +11,7 @@ from torch import Tensor
 from tk_serving.arithmetic import wide
 from tk_serving.expect import Expect
 from tk_serving.mhc import _partials, _pre
-from tk_serving.mhc._math import inverse_rms
+from tk_serving.mhc._math import inverse_rms, weighted_sum
 from tk_serving.mhc._shapes import BF16, F32, MIXES, MULT, count, lead
 from tk_serving.mhc.mhc_post import mhc_post
 from tk_serving.mhc.mhc_pre_apply_mix import mhc_pre_apply_mix
@@ -79,6 +79,7 @@ class Step:
     with_out_bf16: bool
     delayed: bool
     pre_mix: Tensor | None
+    rms_before_rounding: bool
     update: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
@@ -128,6 +129,9 @@ class Step:
     def _check_output(self, expect: Expect, size: int) -> str:
         if self.norm_weight is not None:
             expect.tensor("norm_weight", self.norm_weight, (BF16, F32), (size,))
+        if self.rms_before_rounding:
+            expect.that(self.norm_weight is not None, "rms_before_rounding", "False, as there is no norm_weight", True)
+            expect.that(not self.delayed, "rms_before_rounding", "False, as the pre mix is delayed", True)
         if self.fmt is None:
             flags = {
                 "use_tma_aligned_col_major_sf": self.column_major,
@@ -195,6 +199,7 @@ class Step:
                 source=_pre.GATHERED if gathered else _pre.GIVEN,
                 with_pre=self.delayed,
                 norm_weight=self.norm_weight,
+                rms_before_rounding=self.rms_before_rounding,
                 store=store,
                 fmt=self.fmt or "",
                 npc=self.npc,
@@ -225,16 +230,17 @@ class Step:
         if self.delayed:
             first = self.pre_mix is None
             layer_input = residual[..., 0, :] if first else mhc_pre_apply_mix.operator.reference(residual, self.pre_mix)
-        layer_input, quantised = self._finish_reference(layer_input)
+        unrounded = weighted_sum(residual, pre) if self.rms_before_rounding else layer_input
+        layer_input, quantised = self._finish_reference(layer_input, unrounded)
         updated = (residual,) if self.update else ()
         return *updated, post, comb, layer_input, quantised, pre if self.delayed else None
 
-    def _finish_reference(self, row: Tensor) -> tuple[Tensor | None, Quantized | None]:
+    def _finish_reference(self, row: Tensor, measured: Tensor) -> tuple[Tensor | None, Quantized | None]:
+        """``measured``: the row whose RMS the norm takes."""
         size = row.shape[-1]
         if self.norm_weight is not None:
-            value = wide(row)
-            scale = inverse_rms(value.square().sum(dim=-1, keepdim=True), size, self.norm_eps)
-            row = (value * scale * wide(self.norm_weight)).to(row.dtype)
+            scale = inverse_rms(wide(measured).square().sum(dim=-1, keepdim=True), size, self.norm_eps)
+            row = (wide(row) * scale * wide(self.norm_weight)).to(row.dtype)
         if self.fmt is None:
             return row, None
         cast = per_token_cast.operator.reference(

@@ -4,11 +4,20 @@ import torch
 from torch import Tensor
 
 from tk_serving.arithmetic import fma
+from tk_serving.mhc._shapes import MULT
 
 
 def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a * b + c in the dtype of c, with a single rounding."""
     return fma(a, b, c) if c.dtype == torch.float32 else torch.addcmul(c, a.to(c.dtype), b.to(c.dtype))
+
+
+def weighted_sum(streams: Tensor, mix: Tensor) -> Tensor:
+    """Sum of the streams [..., 4, H], each times its mix [..., 4, 1], in ascending order and in the dtype of mix."""
+    total = torch.zeros_like(streams[..., 0, :], dtype=mix.dtype)
+    for i in range(MULT):
+        total = multiply_add(mix[..., i, :], streams[..., i, :], total)
+    return total
 
 
 def sigmoid(z: Tensor) -> Tensor:

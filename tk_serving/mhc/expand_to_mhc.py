@@ -45,6 +45,7 @@ def _inputs(make: Maker, *, tokens: int, hidden: int, mult: int = MULT) -> tuple
         {"tokens": 2, "hidden": 128, "mult": 3},
     ],
     workloads=serving(lambda m: {"hidden": m.hidden_size} if m.hc_mult else None),
+    peers=["tile_kernels"],
 )
 def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> Tensor:
     """The hidden state of each token once for every residual stream.

@@ -38,6 +38,7 @@ def _inputs(make: Maker, *, tokens: int = MIXES, hidden: int) -> tuple:
     finish=owned(1),
     cases=[{"tokens": MIXES, "hidden": 192}],
     workloads=serving(lambda m: {"hidden": m.hidden_size} if m.hc_mult else None),
+    peers=["tile_kernels"],
 )
 def mhc_fn_normw_merge_fwd(mhc_fn: Tensor, mhc_norm_weight: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Each row of the mixing matrix times the norm weight, in float32.

@@ -40,6 +40,7 @@ def _inputs(make: Maker, *, tokens: int) -> tuple:
     aliases=("mhc_head_compute_mix_fwd",),
     cases=[{"tokens": 0}, {"tokens": 70}],
     workloads=serving(lambda m: {} if m.hc_mult else None),
+    peers=["tile_kernels"],
 )
 def mhc_head_compute_mix(
     input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, mhc_pre_eps: float, *, out: Tensor | None = None

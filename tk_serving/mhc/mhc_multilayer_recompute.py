@@ -111,6 +111,7 @@ def _inputs(make: Maker, *, tokens: int, hidden: int, layers: int = 10, last_upd
         {"tokens": 2, "hidden": 192, "layers": 4, "last_update": True},
     ],
     workloads=serving(lambda m: {"hidden": m.hidden_size} if m.hc_mult else None),
+    peers=["tile_kernels"],
 )
 def mhc_multilayer_recompute(
     initial_residual: Tensor,

@@ -43,6 +43,7 @@ def _inputs(make: Maker, *, tokens: int, hidden: int, **form: object) -> tuple:
         {"tokens": 270, "hidden": 512, "norm": False, "delayed": True},
         {"tokens": 7, "hidden": 192, "splits": 2, "fmt": "e4m3", "column_major": True, "with_bf16": True},
         {"tokens": 3, "hidden": 192, "splits": 2, "fmt": "e4m3", "npc": 32, "delayed": True, "first": True},
+        {"tokens": 7, "hidden": 192, "splits": 2, "fmt": "e4m3", "with_bf16": True, "before_rounding": True},
     ],
     workloads=serving(serving_form),
     variants=variants(engine_forms),
@@ -73,6 +74,7 @@ def mhc_post_pre_fused(
     with_out_bf16: bool = False,
     delayed: bool = False,
     pre_mix: Tensor | None = None,
+    rms_before_rounding: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Quantized | None, Tensor | None]:
     """:func:`mhc_post` of one sublayer and :func:`mhc_pre_fused` of the next, in two launches and with the same bits.
 
@@ -83,7 +85,7 @@ def mhc_post_pre_fused(
         fn, mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat, n_splits:
             of the next sublayer, as in :func:`mhc_pre_big_fuse`.
         norm_weight, norm_eps, fmt, num_per_channels, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0,
-            with_out_bf16, delayed, pre_mix: as in :func:`mhc_pre_fused`.
+            with_out_bf16, delayed, pre_mix, rms_before_rounding: as in :func:`mhc_pre_fused`.
 
     Returns:
         :class:`UpdatedLayerInput`: (residual, post, comb, layer_input or None, (data, sf) or None, pre_mix or None).
@@ -93,5 +95,6 @@ def mhc_post_pre_fused(
     """
     gates = (mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat)
     cast = (fmt, num_per_channels, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, with_out_bf16)
-    args: tuple[Any, ...] = (fn, *gates, n_splits, norm_weight, norm_eps, *cast, delayed, pre_mix)
+    norm, last = (norm_weight, norm_eps), (delayed, pre_mix, rms_before_rounding)
+    args: tuple[Any, ...] = (fn, *gates, n_splits, *norm, *cast, *last)
     return UpdatedLayerInput(*_step(x, residual, post_layer_mix, comb_res_mix, *args).reference())

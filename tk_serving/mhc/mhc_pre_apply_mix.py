@@ -1,11 +1,10 @@
 """A sublayer's input: the weighted sum of the residual streams."""
 
-import torch
 from torch import Tensor
 
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
-from tk_serving.mhc._math import multiply_add
+from tk_serving.mhc._math import weighted_sum
 from tk_serving.mhc._shapes import BF16, F32, MULT, count, hidden, lead, owned, result, rows
 from tk_serving.operator import Launch, Plan, operator
 from tk_serving.workloads import Maker, serving
@@ -43,6 +42,7 @@ def _inputs(make: Maker, *, tokens: int, hidden: int) -> tuple:
     moves_data=True,
     cases=[{"tokens": 0, "hidden": 128}, {"tokens": 3, "hidden": 192}, {"tokens": 2, "hidden": 1280}],
     workloads=serving(lambda m: {"hidden": m.hidden_size} if m.hc_mult else None),
+    peers=["tile_kernels"],
 )
 def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> Tensor:
     """Sum of the residual streams, each times its pre mix, in float32 by fused multiply-adds in ascending order.
@@ -55,7 +55,4 @@ def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> Tens
     Returns:
         bfloat16 [..., H], rounded to nearest even.
     """
-    total = torch.zeros_like(x[..., 0, :], dtype=mix.dtype)
-    for i in range(MULT):
-        total = multiply_add(mix[..., i, :], x[..., i, :], total)
-    return total.to(x.dtype)
+    return weighted_sum(x, mix).to(x.dtype)

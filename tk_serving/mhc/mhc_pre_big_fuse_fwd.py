@@ -95,6 +95,7 @@ def _inputs(make: Maker, *, tokens: int, hidden: int, splits: int = 16) -> tuple
     mutates=("post_mix", "comb_mix", "layer_input"),
     cases=[{"tokens": 0, "hidden": 128}, {"tokens": 11, "hidden": 192, "splits": 3}, {"tokens": 1, "hidden": 2560}],
     workloads=serving(lambda m: {"hidden": m.hidden_size} if m.hc_mult else None),
+    peers=["tile_kernels"],
 )
 def mhc_pre_big_fuse_fwd(
     gemm_out_mul: Tensor,

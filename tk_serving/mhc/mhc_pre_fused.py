@@ -33,6 +33,7 @@ def _inputs(
     with_bf16: bool = False,
     delayed: bool = False,
     first: bool = False,
+    before_rounding: bool = False,
 ) -> tuple:
     return (
         make.randn(tokens, MULT, hidden, dtype=BF16),
@@ -55,6 +56,7 @@ def _inputs(
         with_bf16,
         delayed,
         make.rand(tokens, MULT, 1) if delayed and not first else None,
+        before_rounding,
     )
 
 
@@ -75,13 +77,17 @@ def serving_form(model: Model) -> dict | None:
 
 
 def engine_forms(model: Model) -> list[dict]:
-    """As engines on Hopper ask: with the norm alone, until a linear layer has said how it quantises its input."""
+    """As engines on Hopper ask: with the norm alone, until a linear layer has said how it quantises its input.
+
+    Their norm takes the RMS before the row is rounded, except where the pre mix is delayed.
+    """
     if not model.hc_mult:
         return []
     if model.quant_group == 32:
         forms: tuple[dict, ...] = ({"delayed": True}, {"delayed": True, "first": True})
     else:
-        forms = ({}, {"fmt": "e4m3", "column_major": True, "round_sf": True, "with_bf16": True})
+        norm = {"before_rounding": True}
+        forms = (norm, {**norm, "fmt": "e4m3", "column_major": True, "round_sf": True, "with_bf16": True})
     return [{"hidden": model.hidden_size, **form} for form in forms]
 
 
@@ -110,6 +116,7 @@ MIX, ROW, CODES, SCALES = Close(1e-3, 1e-3), Close(1e-2, 1e-2), Close(0.126, 2.0
             "column_major": True,
             "packed": True,
         },
+        {"tokens": 9, "hidden": 192, "splits": 2, "before_rounding": True},
         {"tokens": 5, "hidden": 192, "splits": 2, "norm": False, "delayed": True, "first": True},
         {"tokens": 5, "hidden": 192, "splits": 2, "fmt": "e4m3", "delayed": True, "with_bf16": True},
     ],
@@ -139,6 +146,7 @@ def mhc_pre_fused(
     with_out_bf16: bool = False,
     delayed: bool = False,
     pre_mix: Tensor | None = None,
+    rms_before_rounding: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Quantized | None, Tensor | None]:
     """:func:`mhc_pre_big_fuse`, then where asked the norm of the sublayer and the cast of its input, in two launches.
 
@@ -157,6 +165,8 @@ def mhc_pre_fused(
         delayed: the input takes ``pre_mix`` from the sublayer before, and the mix computed here is returned for the
             next one (DeepSeek-V4.1).
         pre_mix: float32 [..., 4, 1], contiguous; None takes the first stream (before the first sublayer).
+        rms_before_rounding: the norm takes the RMS of the float32 input, and normalises its bfloat16 form, as by vLLM
+            and SGLang for DeepSeek-V4. Needs ``norm_weight``, and a pre mix that is not delayed.
 
     Returns:
         :class:`LayerInput`: (post, comb, layer_input or None, (data [T, H], sf) or None, pre_mix or None).
@@ -166,5 +176,6 @@ def mhc_pre_fused(
     """
     gates = (mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat)
     cast = (fmt, num_per_channels, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, with_out_bf16)
-    args: tuple[Any, ...] = (residual, fn, *gates, n_splits, norm_weight, norm_eps, *cast, delayed, pre_mix)
+    norm, last = (norm_weight, norm_eps), (delayed, pre_mix, rms_before_rounding)
+    args: tuple[Any, ...] = (residual, fn, *gates, n_splits, *norm, *cast, *last)
     return LayerInput(*Step(*args).reference())

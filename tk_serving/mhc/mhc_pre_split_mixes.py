@@ -65,6 +65,7 @@ def _inputs(make: Maker, *, tokens: int) -> tuple:
     aliases=("mhc_pre_split_mixes_fwd",),
     cases=[{"tokens": 0}, {"tokens": 13}],
     workloads=serving(lambda m: {} if m.hc_mult else None),
+    peers=["tile_kernels"],
 )
 def mhc_pre_split_mixes(
     input_mixes: Tensor,

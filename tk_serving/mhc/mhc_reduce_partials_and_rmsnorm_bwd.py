@@ -62,6 +62,7 @@ def _inputs(make: Maker, *, tokens: int, groups: int = 1, size: int = MULT * 409
     mutates=("out_mul_grad", "sqrsum_grad"),
     cases=[{"tokens": 0}, {"tokens": 9}, {"tokens": 3, "groups": 2}],
     workloads=serving(lambda m: {"size": MULT * m.hidden_size} if m.hc_mult else None),
+    peers=["tile_kernels"],
 )
 def mhc_reduce_partials_and_rmsnorm_bwd(
     out_grad: Tensor,

@@ -59,6 +59,7 @@ def _inputs(make: Maker, *, tokens: int, splits: int = 16, groups: int = 1, size
     mutates=("out_mul", "sqrsum", "out"),
     cases=[{"tokens": 0}, {"tokens": 9, "splits": 4}, {"tokens": 3, "splits": 3, "groups": 2}],
     workloads=serving(lambda m: {"size": MULT * m.hidden_size} if m.hc_mult else None),
+    peers=["tile_kernels"],
 )
 def mhc_reduce_partials_and_rmsnorm_fwd(
     out_mul_splitted: Tensor,

@@ -42,6 +42,7 @@ def _inputs(make: Maker, *, tokens: int, repeat: int = 20) -> tuple:
     finish=owned(1),
     cases=[{"tokens": 0}, {"tokens": 9}, {"tokens": 3, "repeat": 1}],
     workloads=serving(lambda m: {} if m.hc_mult else None),
+    peers=["tile_kernels"],
 )
 def mhc_sinkhorn_bwd(
     grad_out: Tensor, x: Tensor, repeat: int = 10, eps: float = 1e-6, *, x_grad: Tensor | None = None

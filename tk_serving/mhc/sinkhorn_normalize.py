@@ -41,6 +41,7 @@ def _inputs(make: Maker, *, tokens: int, repeat: int = 20, scale: float = 1.0) -
         {"tokens": 9, "scale": 30.0},
     ],
     workloads=serving(lambda m: {} if m.hc_mult else None),
+    peers=["tile_kernels"],
 )
 def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
     """Nearly doubly stochastic matrices by Sinkhorn iterations.

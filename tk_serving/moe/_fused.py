@@ -43,15 +43,17 @@ def sf_out(rows: int, columns: int, dtype: torch.dtype, column_major: bool) -> O
 
 
 MAX_TOKENS_TO_SCATTER_SF = 256
+MAX_WORDS_TO_SCATTER_SF = 64 * 1024
 
 
-def gathers_sf(tokens: int, column_major: bool) -> bool:
-    """Whether a launch of its own writes the scales.
+def gathers_sf(tokens: int, column_major: bool, words_of_token: int = 0) -> bool:
+    """Whether the scales are written by column; a token has ``words_of_token`` at all its positions together.
 
     Neighbours in a column belong to different tokens, so that scattered scales are written four bytes at a time. Where
-    they are many, it pays to note the token of every row and to write the columns afterwards.
+    they are many, it pays to note the token of every row and to write the columns by it.
     """
-    return column_major and tokens > MAX_TOKENS_TO_SCATTER_SF
+    many = tokens > MAX_TOKENS_TO_SCATTER_SF or tokens * words_of_token > MAX_WORDS_TO_SCATTER_SF
+    return column_major and many
 
 
 def gather_sf(columns: int, at: int, read: Callable[..., tuple[Tensor, Tensor]]) -> Launch:

@@ -43,7 +43,7 @@ def _plan(
     config = {"hidden": hidden, "itemsize": data.dtype.itemsize, "num_topk": topk, "zero_padding": zero_padding}
     launches: tuple[Launch, ...]
     scratch: tuple[Out, ...] = ()
-    if _fused.gathers_sf(tokens, use_tma_aligned_col_major_sf):
+    if _fused.gathers_sf(tokens, use_tma_aligned_col_major_sf, topk * columns):
         sources = Launch("moe.expand_to_fused:sources", {"num_topk": topk}, _arguments_of_sources)
         launches = (
             sources,
@@ -66,7 +66,7 @@ def _arguments(
     _: bool,
 ) -> tuple:
     integer = _fused.INTEGERS[x[0].dtype.itemsize]
-    token_of = out[2] if _fused.gathers_sf(len(x[0]), column_major) else None
+    token_of = out[2] if len(out) > 2 else None
     return (
         *(x[0].view(integer), token_topk_to_pos, pos_to_expert, x[1].view(torch.int32)),
         *(out[0].view(integer), _fused.sf_words(out[1], column_major)),

@@ -202,6 +202,7 @@ def _inputs(
     with_scores: bool = False,
     vocabulary: int = 0,
     table_dtype: torch.dtype = torch.int64,
+    token_dtype: torch.dtype | None = None,
     special: bool = False,
     int32_ids: bool = False,
     bf16: bool = False,
@@ -235,18 +236,21 @@ def _inputs(
         (make.randint(0, 9, *slots), make.rand(*slots)) if preallocated else None,
         make.rand(tokens, experts) if with_scores else None,
         make.randint(-1, experts + 1, vocabulary, topk, dtype=table_dtype) if vocabulary else None,
-        make.randint(-1, vocabulary + 1, tokens, dtype=table_dtype) if vocabulary else None,
+        make.randint(-1, vocabulary + 1, tokens, dtype=token_dtype or table_dtype) if vocabulary else None,
         int32_ids,
     )
 
 
 def _engine_forms(model: Model) -> list[dict]:
-    """By score and bias, and by a table of token ids; with and without padding rows to leave out."""
+    """By score and bias, V4.1's also for images, and by a table of token ids, which are int64 in SGLang; with and
+    without padding rows to leave out."""
     if model.scoring_func != "sqrtsoftplus":
         return []
     sizes = {"experts": model.n_routed_experts, "topk": model.num_experts_per_tok, "int32_ids": True}
     table = {"biased": False, "vocabulary": model.vocab_size, "table_dtype": torch.int32}
-    return [{**sizes, **form, "masked": masked} for form in ({}, table) for masked in (False, True)]
+    forms: list[dict] = [{}, table, *([{"image": True}] if model.quant_group == 32 else [])]
+    masked = [{**sizes, **form, "masked": masked} for form in forms for masked in (False, True)]
+    return [*masked, {**sizes, **table, "token_dtype": torch.int64}]
 
 
 @operator(

@@ -9,7 +9,7 @@ from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
 from tk_serving.moe import _combining, _contents, _fused
 from tk_serving.operator import Plan, Quantized, operator
-from tk_serving.workloads import Maker, serving, variants
+from tk_serving.workloads import Maker, Model, serving, variants
 
 _expect = Expect("reduce_fused")
 
@@ -97,6 +97,17 @@ def _inputs(
     )
 
 
+def _engine_forms(model: Model) -> list[dict[str, object]]:
+    """Behind experts whose second product has applied the weights: without any, or with SGLang's scaling factor in
+    their place; shared experts among the routed ones. Behind DeepGEMM the factor is a scale of every row."""
+    sizes, topk = {"hidden": model.hidden_size}, model.num_experts_per_tok
+    return [
+        {**sizes, "topk": topk, "weighted": False},
+        {**sizes, "topk": topk + model.n_shared_experts},
+        {**sizes, "topk": topk, "x_sf": True},
+    ]
+
+
 @operator(
     spec="operators.md P28",
     phase="inference",
@@ -123,9 +134,7 @@ def _inputs(
             "alignment": 128,
         }
     ),
-    variants=variants(  # behind experts whose second product has applied the weights
-        lambda m: [{"hidden": m.hidden_size, "topk": m.num_experts_per_tok, "weighted": False}]
-    ),
+    variants=variants(_engine_forms),
     peers=["vllm", "sglang"],
 )
 def reduce_fused(

@@ -197,12 +197,14 @@ def _inputs(
 
 
 def _engine_forms(model: Model) -> list[dict]:
-    """For models with groups: either dtype of logits, with and without padding rows to leave out."""
+    """For models with groups: vLLM's with either dtype of logits, with and without padding rows to leave out; SGLang's
+    with a shared expert among the routed ones."""
     if not model.n_group:
         return []
     sizes = {"experts": model.n_routed_experts, "topk": model.num_experts_per_tok, "groups": model.n_group}
     fixed = {**sizes, "kept": model.topk_group, "scoring": model.scoring_func, "int32_ids": True}
-    return [{**fixed, "bf16": bf16, "masked": masked} for bf16 in (False, True) for masked in (False, True)]
+    forms = [{**fixed, "bf16": bf16, "masked": masked} for bf16 in (False, True) for masked in (False, True)]
+    return [*forms, {**fixed, "shared": model.n_shared_experts}]
 
 
 @operator(

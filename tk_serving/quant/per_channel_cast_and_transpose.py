@@ -41,7 +41,6 @@ def _inputs(
         Workload(f"{m.name}-fine-tuning", {"hidden": m.hidden_size, "npt": m.quant_group}, (4096, 8192), m.key)
         for m in MODELS
     ],
-    peers=["tile_kernels"],
 )
 def per_channel_cast_and_transpose(x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool = False) -> Quantized:
     """``per_channel_cast`` with transposed data.

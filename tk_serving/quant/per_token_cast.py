@@ -54,11 +54,12 @@ def _finish(results: Quantized, *args: Any) -> Quantized:
 
 
 def _engine_forms(model: Model) -> list[dict[str, object]]:
-    """On Hopper: powers of two for V4's linear layers; rows of scales for the Triton experts of V3."""
+    """On Hopper: powers of two for V4's linear layers; rows of scales for Triton experts of V3, and of V4 in SGLang."""
     if model.quant_group == 32:
         return []
     v4 = model.hc_mult > 0
-    return [{**samples.activations(model), "column_major": v4, "round_sf": v4}]
+    forms = [{**samples.activations(model), "column_major": v4, "round_sf": v4}]
+    return [*forms, {**forms[0], "column_major": False}] if v4 else forms
 
 
 @operator(

@@ -66,6 +66,7 @@ def _inputs(
         },
     ],
     workloads=serving(lambda m: {"hidden": m.hidden_size, "fmt": "e2m1", "npc": 32, "round_sf": True}),
+    peers=["tile_kernels"],
     traffic=lambda x, *_: 2 * x.numel() * x.element_size(),
 )
 def per_token_cast_and_cast_back(

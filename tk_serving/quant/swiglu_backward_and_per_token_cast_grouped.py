@@ -85,7 +85,6 @@ def _inputs(make: Maker, *, npc: int, round_sf: bool = False, do_recompute: bool
     workloads=fine_tuning(
         serving(lambda m: {"hidden": m.moe_intermediate_size, "npc": m.quant_group, "clamp": m.swiglu_limit})
     ),
-    peers=["tile_kernels"],
 )
 def swiglu_backward_and_per_token_cast_grouped(
     x: Tensor,

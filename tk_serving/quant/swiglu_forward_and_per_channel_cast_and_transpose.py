@@ -62,7 +62,6 @@ def _inputs(
         )
         for m in MODELS
     ],
-    peers=["tile_kernels"],
 )
 def swiglu_forward_and_per_channel_cast_and_transpose(
     x: Tensor,

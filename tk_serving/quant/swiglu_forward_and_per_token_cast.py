@@ -120,7 +120,7 @@ def _serving(model: Model) -> dict[str, object]:
 def _engine_forms(model: Model) -> list[dict[str, object]]:
     """On Hopper: without weights; as V4's shared experts and routed ones in FP8, or V3's behind either product.
 
-    vLLM rounds the activation to bfloat16, SGLang does not.
+    vLLM rounds the activation to bfloat16, SGLang does not and may have V4's scales in rows.
     """
     if model.quant_group == 32:
         return []
@@ -128,7 +128,8 @@ def _engine_forms(model: Model) -> list[dict[str, object]]:
     rows: dict[str, object] = {"hidden": model.moe_intermediate_size, "npc": model.quant_group}
     rows |= {"clamp": model.swiglu_limit, "column_major": v4, "round_sf": v4}
     forms = [rows, {**rows, "experts": True, "column_major": True, "zero_padding": False}]
-    return [{**form, "rounded": rounded} for form in forms for rounded in (False, True)]
+    by_row = [{**rows, "column_major": False, "round_sf": round_sf} for round_sf in (False, True) if v4]
+    return [*({**form, "rounded": rounded} for form in forms for rounded in (False, True)), *by_row]
 
 
 @operator(

@@ -11,10 +11,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tk_serving.operator import tensors_of
 from tk_serving_patches import warm
-from tk_serving_patches.calls import left_to_engine, refusal_here
+from tk_serving_patches.calls import Call, ask, left_to_engine
 from tk_serving_sglang.table import measured
 
-__all__ = ["float_of", "left_to_engine", "on", "refusal", "runs", "scale_layout", "symmetric"]
+__all__ = ["Call", "asked", "float_of", "left_to_engine", "on", "plan", "scale_layout", "symmetric"]
 
 _floats = WeakIdKeyDictionary()
 
@@ -42,28 +42,31 @@ def float_of(weight: Tensor) -> Tensor:
     return copy
 
 
-def refusal(site: str, function: Any, *args: Any, tokens: int = 0, **kwargs: Any) -> str | None:
-    """Why SGLang's own code has to run a call, or None; such a call is noted for the warm-up.
+def asked(
+    site: str, function: Any, *args: Any, tokens: int = 0, device: torch.device | None = None, **kwargs: Any
+) -> Call | str:
+    """The planned call of an operator, noted for the warm-up, or why SGLang's own code has to run it.
 
     Args:
         site: its name, for the table of measurements.
         function: the operator.
         args: its arguments.
         tokens: of the call, if its first tensor has another number of rows.
+        device: where it runs, if its arguments are meta tensors.
         kwargs: further arguments of the operator.
     """
-    tokens = tokens or next(tensors_of(args)).shape[0]
-    reason = measured.slower(site, tokens) or refusal_here(function, *args, **kwargs)
-    if reason is None:
-        kwargs.pop("device", None)
+    first = next(tensors_of(args))
+    tokens = tokens or first.shape[0]
+    answer: Call | str = measured.slower(site, tokens) or ask(function, device or first.device, *args, **kwargs)
+    if not isinstance(answer, str):
         warm.note(function, tokens, args, kwargs)
-    return reason
+    return answer
 
 
-def runs(
+def plan(
     site: str, operators: tuple[str, ...], function: Any, *args: Any, reason: str | None = None, **kwargs: Any
-) -> bool:
-    """Whether an operator runs this call; if not, SGLang's own code does, and the call is counted with why.
+) -> Call | None:
+    """The planned call of a site, or None: SGLang's own code runs it, which is counted with why.
 
     Args:
         site: its name, for the table of measurements.
@@ -71,13 +74,13 @@ def runs(
         function: the operator that is asked.
         args: its arguments.
         reason: what the adapter itself has against it.
-        kwargs: further arguments of the operator.
+        kwargs: further arguments of the operator, and of :func:`asked`.
     """
-    reason = reason or refusal(site, function, *args, **kwargs)
-    if reason is None:
-        return True
-    left_to_engine(operators, reason)
-    return False
+    answer: Call | str = reason or asked(site, function, *args, **kwargs)
+    if isinstance(answer, str):
+        left_to_engine(operators, answer)
+        return None
+    return answer
 
 
 def symmetric() -> str | None:

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tk_serving.engram.engram_gate_fwd import engram_gate_fwd
 from tk_serving.engram.engram_hash import engram_hash
 from tk_serving_patches import Function, Site
-from tk_serving_sglang.sites._calls import runs
+from tk_serving_sglang.sites._calls import plan
 
 _GATE, _HASH = ("engram_gate_fwd",), ("engram_hash",)
 _ENGRAM = "sglang.srt.layers.engram"
@@ -50,9 +50,10 @@ def _engram_gate(original: Callable[..., Any]) -> Callable[..., Any]:
             mask = input_ids == image_token_id
         call = (x, key.unflatten(-1, (streams, size)), value, _product(q_weight, k_weight), float(eps))
         options: dict[str, Any] = {"save_for_backward": False, "image_token_mask": mask}
-        if not runs("engram-gate", _GATE, engram_gate_fwd, *call, float(clamp_value), **options):
+        run = plan("engram-gate", _GATE, engram_gate_fwd, *call, float(clamp_value), **options)
+        if run is None:
             return original(x, kv, q_weight, k_weight, eps, clamp_value, input_ids, image_token_id)
-        return engram_gate_fwd(*call, float(clamp_value), **options)[0]
+        return run()[0]
 
     return engram_gate
 
@@ -79,9 +80,10 @@ def _compute_hash_ids(original: Callable[..., Any]) -> Callable[..., Any]:
         reason = "tables of more than 2^31 rows" if sizes is None or starts is None else None
         window = torch.where(blocked, pad_id, token_map[tokens]).to(torch.int32).contiguous()
         call = (window, multipliers, sizes if reason is None else primes, starts if reason is None else offsets)
-        if not runs("engram-hash", _HASH, engram_hash, *call, reason=reason):
+        run = plan("engram-hash", _HASH, engram_hash, *call, reason=reason)
+        if run is None:
             return original(tokens, blocked, pad_id, token_map, multipliers, primes, offsets)
-        return engram_hash(*call).transpose(0, 1).long()
+        return run().transpose(0, 1).long()
 
     return compute_engram_hash_ids
 

@@ -17,7 +17,7 @@ from tk_serving.mhc.mhc_pre_fused import mhc_pre_fused
 from tk_serving.mhc.mhc_pre_split_mixes import mhc_pre_split_mixes
 from tk_serving.mhc.sinkhorn_normalize import sinkhorn_normalize
 from tk_serving_patches import Function, Site
-from tk_serving_sglang.sites._calls import on, runs, symmetric
+from tk_serving_sglang.sites._calls import on, plan, symmetric
 
 _MHC = "sglang.kernels.ops.layernorm.mhc"
 _SPLITS = 16  # the operators' upper bound; SGLang's own numbers are for its kernels
@@ -29,7 +29,10 @@ _COMBINE, _BROADCAST, _HEAD = ("mhc_pre_apply_mix",), ("expand_to_mhc",), ("mhc_
 
 
 def _norm(norm_weight: Tensor | None, norm_eps: float | None) -> dict[str, Any]:
-    return {} if norm_weight is None else {"norm_weight": norm_weight, "norm_eps": norm_eps}
+    """SGLang's kernel takes the RMS of the row before it is rounded."""
+    if norm_weight is None:
+        return {}
+    return {"norm_weight": norm_weight, "norm_eps": norm_eps, "rms_before_rounding": True}
 
 
 def _pre(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,9 +56,10 @@ def _pre(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor, Tensor]:
         gates = (hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat)
         call, options = (residual, fn, *gates, _SPLITS), _norm(norm_weight, norm_eps)
-        if not runs("mhc-pre", _PRE, mhc_pre_fused, *call, reason=symmetric(), **options):
+        run = plan("mhc-pre", _PRE, mhc_pre_fused, *call, reason=symmetric(), **options)
+        if run is None:
             return original(residual, fn, *gates, n_splits, n_splits_pre, norm_weight=norm_weight, norm_eps=norm_eps)
-        post, comb, x, _, _ = mhc_pre_fused(*call, **options)
+        post, comb, x, _, _ = run()
         return post, comb, x
 
     return mhc_pre
@@ -66,9 +70,8 @@ def _post(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def mhc_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor) -> Tensor:
         call = (x, residual, post_layer_mix.reshape(*residual.shape[:-1], 1), comb_res_mix)
-        if not runs("mhc-post", _POST, post_operator, *call):
-            return original(x, residual, post_layer_mix, comb_res_mix)
-        return post_operator(*call)
+        run = plan("mhc-post", _POST, post_operator, *call)
+        return original(x, residual, post_layer_mix, comb_res_mix) if run is None else run()
 
     return mhc_post
 
@@ -98,10 +101,11 @@ def _post_pre(original: Callable[..., Any]) -> Callable[..., Any]:
         gates = (hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat)
         mixes = (post_layer_mix.reshape(*residual.shape[:-1], 1), comb_res_mix)
         call, options = (x, residual, *mixes, fn, *gates, _SPLITS), _norm(norm_weight, norm_eps)
-        if not runs("mhc-post-pre", _POST_PRE, mhc_post_pre_fused, *call, reason=symmetric(), **options):
+        run = plan("mhc-post-pre", _POST_PRE, mhc_post_pre_fused, *call, reason=symmetric(), **options)
+        if run is None:
             given = (x, residual, post_layer_mix, comb_res_mix, fn, *gates, n_splits, tile_n)
             return original(*given, norm_weight=norm_weight, norm_eps=norm_eps)
-        updated, post, comb, layer_input, _, _ = mhc_post_pre_fused(*call, **options)
+        updated, post, comb, layer_input, _, _ = run()
         return updated, post, comb, layer_input
 
     return mhc_fused_post_pre
@@ -114,9 +118,10 @@ def _split_sinkhorn(original: Callable[..., Any]) -> Callable[..., Any]:
         mixes: Tensor, hc_scale: Tensor, hc_base: Tensor, hc_mult: int = 4, sinkhorn_iters: int = 20, eps: float = 1e-6
     ) -> tuple[Tensor, Tensor, Tensor]:
         call = (mixes.contiguous(), hc_scale, hc_base, hc_mult, _POST_FACTOR, eps)
-        if not runs("mhc-sinkhorn", _SINKHORN, mhc_pre_split_mixes, *call):
+        run = plan("mhc-sinkhorn", _SINKHORN, mhc_pre_split_mixes, *call)
+        if run is None:
             return original(mixes, hc_scale, hc_base, hc_mult, sinkhorn_iters, eps)
-        pre, post, comb = mhc_pre_split_mixes(*call)
+        pre, post, comb = run()
         return pre.squeeze(-1), post.squeeze(-1), sinkhorn_normalize(comb, sinkhorn_iters, eps)
 
     return hc_split_sinkhorn
@@ -130,9 +135,8 @@ def _combine(original: Callable[..., Any]) -> Callable[..., Any]:
         if out_dtype != torch.bfloat16 or not x_flat.is_contiguous():
             reason = f"dtype {out_dtype}" if out_dtype != torch.bfloat16 else "tensors with gaps"
         call = (x_flat.reshape(x_flat.shape[0], hc, -1), pre.float().reshape(-1, hc, 1).contiguous())
-        if not runs("mhc-combine", _COMBINE, mhc_pre_apply_mix, *call, reason=reason):
-            return original(x_flat, pre, hc, out_dtype)
-        return mhc_pre_apply_mix(*call)
+        run = plan("mhc-combine", _COMBINE, mhc_pre_apply_mix, *call, reason=reason)
+        return original(x_flat, pre, hc, out_dtype) if run is None else run()
 
     return mhc_combine
 
@@ -141,9 +145,8 @@ def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
     """The embedding as the first streams."""
 
     def hc_broadcast(x: Tensor, hc_mult: int) -> Tensor:
-        if not runs("mhc-broadcast", _BROADCAST, expand_to_mhc, x, hc_mult):
-            return original(x, hc_mult)
-        return expand_to_mhc(x, hc_mult)
+        run = plan("mhc-broadcast", _BROADCAST, expand_to_mhc, x, hc_mult)
+        return original(x, hc_mult) if run is None else run()
 
     return hc_broadcast
 
@@ -155,9 +158,8 @@ def _head(original: Callable[..., Any]) -> Callable[..., Any]:
         x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, norm_eps: float, hc_eps: float
     ) -> Tensor:
         call = (x, hc_fn, hc_scale.reshape(1), hc_base, norm_eps, hc_eps, _SPLITS)
-        if not runs("mhc-head", _HEAD, mhc_head_fused, *call):
-            return original(x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps)
-        return mhc_head_fused(*call)
+        run = plan("mhc-head", _HEAD, mhc_head_fused, *call)
+        return original(x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps) if run is None else run()
 
     return fused_hc_head
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tk_serving.quant.per_token_cast import per_token_cast
 from tk_serving.quant.swiglu_forward_and_per_token_cast import swiglu_forward_and_per_token_cast
 from tk_serving_patches import Function, Site
-from tk_serving_sglang.sites._calls import left_to_engine, on, refusal, scale_layout
+from tk_serving_sglang.sites._calls import Call, asked, left_to_engine, on, scale_layout
 
 _OPERATORS = ("per_token_cast", "swiglu_forward_and_per_token_cast")
 _SMALLEST_MAXIMUM = 1e-10  # SGLang's lower bound for the maximum of a group
@@ -55,24 +55,26 @@ def _per_token_group_quant(original: Callable[..., Any]) -> Callable[..., Any]:
             options = scale_layout(output_s, x.shape[0], scale_ue8m0)
         else:
             options = _layout(column_major_scales, scale_tma_aligned, scale_ue8m0, x.shape[0])
-        reason = options if isinstance(options, str) else None
         function: Any = swiglu_forward_and_per_token_cast if fuse_silu_and_mul else per_token_cast
-        call = (x, "e4m3", group_size)
-        if not isinstance(options, str):
+        answer: Call | str
+        if isinstance(options, str):
+            answer = options
+        elif (output_q is None) != (output_s is None):
+            answer = "one of the two results is given"
+        else:
             if fuse_silu_and_mul:
                 options["sf_clamp_min"] = eps
-            reason = refusal("quant", function, *call, **options)
-        if reason is None and not isinstance(options, str):
-            if output_q is None and output_s is None:
-                return function(*call, **options)
+            answer = asked("quant", function, x, "e4m3", group_size, **options)
+        if not isinstance(answer, str):
+            if output_q is None or output_s is None:
+                return answer()
             try:
-                results = [output_q, output_s]
-                function.operator.into(results, *call, **options)
-                if output_q is not None and output_s is not None:
-                    return output_q, output_s
+                answer.into([output_q, output_s])
             except ValueError as error:
-                reason = str(error)
-        left_to_engine((function.operator.name,), reason or "one of the two results is given")
+                answer = str(error)
+            else:
+                return output_q, output_s
+        left_to_engine((function.operator.name,), answer)
         return original(
             x,
             group_size,

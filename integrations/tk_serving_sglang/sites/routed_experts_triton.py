@@ -10,7 +10,7 @@ from torch import Tensor
 from tk_serving.moe.reduce_fused import reduce_fused
 from tk_serving_patches import Function, Site
 from tk_serving_patches.positions import constant, in_token_order
-from tk_serving_sglang.sites._calls import left_to_engine, on, refusal
+from tk_serving_sglang.sites._calls import on, plan
 
 _OPERATORS = ("reduce_fused",)
 
@@ -42,11 +42,11 @@ def _moe_combine_topk(original: Callable[..., Any]) -> Callable[..., Any]:
                 reason = "the table of positions cannot grow during graph capture"
             else:
                 call = (intermediate_cache3.view(tokens * topk, -1), weights, positions)
-                reason = refusal("routed-experts-triton", reduce_fused, *call, tokens=tokens, out=out_hidden_states)
-        if reason is None:
-            reduce_fused(*call, out=out_hidden_states)
+        options: dict[str, Any] = {"reason": reason, "tokens": tokens, "out": out_hidden_states}
+        run = plan("routed-experts-triton", _OPERATORS, reduce_fused, *call, **options)
+        if run is not None:
+            run()
             return out_hidden_states
-        left_to_engine(_OPERATORS, reason)
         return original(
             intermediate_cache3,
             out_hidden_states,

@@ -15,7 +15,7 @@ from tk_serving.moe.topk_sum_and_topk_group_idx import topk_sum_and_topk_group_i
 from tk_serving_patches import Function, Site
 from tk_serving_patches.comparing import by_id
 from tk_serving_patches.positions import in_token_order
-from tk_serving_sglang.sites._calls import float_of, left_to_engine, refusal, runs
+from tk_serving_sglang.sites._calls import Call, asked, float_of, left_to_engine, plan
 
 _BIASED = ("top2_sum_gate",)
 _SCORED = ("moe_topk_gate",)
@@ -70,9 +70,8 @@ def _biased_grouped_topk(original: Callable[..., Any]) -> Callable[..., Any]:
                 1,
                 "sigmoid",
             )
-            reason = refusal("routing", top2_sum_gate, *gate, int32_ids=True)
-        if reason is not None:
-            left_to_engine(_BIASED, reason)
+        run = plan("routing", _BIASED, top2_sum_gate, *gate, reason=reason, int32_ids=True)
+        if run is None:
             return original(
                 hidden_states,
                 gating_output,
@@ -85,7 +84,7 @@ def _biased_grouped_topk(original: Callable[..., Any]) -> Callable[..., Any]:
                 routed_scaling_factor=routed_scaling_factor,
                 apply_routed_scaling_factor_on_output=apply_routed_scaling_factor_on_output,
             )
-        ids, weights = top2_sum_gate(*gate, int32_ids=True)
+        ids, weights = run()
         if shared and not scaled and routed_scaling_factor not in (None, 0.0, 1.0):
             # The operator gives shared experts the weight 1; SGLang multiplies by the factor later.
             weights[:, topk - shared :].fill_(1.0 / float(routed_scaling_factor or 1.0))
@@ -121,9 +120,11 @@ def _grouped_topk(original: Callable[..., Any]) -> Callable[..., Any]:
         else:
             like = torch.empty(tokens, experts, device="meta")
             device = gating_output.device
-            reason = refusal("routing-grouped", topk_gate, like, topk, device=device) or refusal(
-                "routing-grouped", topk_sum_and_topk_group_idx, like.view(tokens, groups, -1), 1, kept, device=device
-            )
+            by_group = like.view(tokens, groups, -1)
+            answer: Call | str = asked("routing-grouped", topk_gate, like, topk, device=device)
+            if not isinstance(answer, str):
+                answer = asked("routing-grouped", topk_sum_and_topk_group_idx, by_group, 1, kept, device=device)
+            reason = answer if isinstance(answer, str) else None
         if reason is not None:
             left_to_engine(_GROUPED, reason)
             return original(
@@ -194,6 +195,7 @@ def _biased_topk(original: Callable[..., Any]) -> Callable[..., Any]:
             reason = "shared experts with another weight than 1"
         elif correction_bias is None:
             reason = "no correction bias"
+        gate: tuple[Any, ...] = ()
         if reason is None:
             gate = (
                 _logits(gating_output),
@@ -206,9 +208,8 @@ def _biased_topk(original: Callable[..., Any]) -> Callable[..., Any]:
                 _is_token(gating_output.shape[0], num_token_non_padded, gating_output.device),
                 float_of(correction_bias),
             )
-            reason = refusal("routing-scores", moe_topk_gate, *gate, int32_ids=True)
-        if reason is not None:
-            left_to_engine(_SCORED, reason)
+        run = plan("routing-scores", _SCORED, moe_topk_gate, *gate, reason=reason, int32_ids=True)
+        if run is None:
             return original(
                 hidden_states,
                 gating_output,
@@ -226,7 +227,7 @@ def _biased_topk(original: Callable[..., Any]) -> Callable[..., Any]:
                 router_logits_partials=router_logits_partials,
                 num_shared_append=num_shared_append,
             )
-        ids, weights = moe_topk_gate(*gate, int32_ids=True)
+        ids, weights = run()
         return weights, ids
 
     return biased_topk_jit_kernel_impl
@@ -248,7 +249,8 @@ def _hash_topk(original: Callable[..., Any]) -> Callable[..., Any]:
         reason = "shared experts with another weight than 1" if shared and routed_scaling_factor != 1.0 else None
         options = {"hash_table": tid2eid, "token_ids": input_ids, "int32_ids": True}
         call = (_logits(router_logits), tid2eid.shape[1], shared > 0, shared, 1.0, 0, scoring_func)
-        if not runs("routing-hash", _SCORED, moe_topk_gate, *call, reason=reason, **options):
+        run = plan("routing-hash", _SCORED, moe_topk_gate, *call, reason=reason, **options)
+        if run is None:
             return original(
                 router_logits,
                 input_ids,
@@ -257,7 +259,7 @@ def _hash_topk(original: Callable[..., Any]) -> Callable[..., Any]:
                 routed_scaling_factor=routed_scaling_factor,
                 scoring_func=scoring_func,
             )
-        ids, weights = moe_topk_gate(*call, **options)
+        ids, weights = run()
         return weights, ids
 
     return hash_topk

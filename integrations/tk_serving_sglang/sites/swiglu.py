@@ -11,7 +11,7 @@ from tk_serving.quant.swiglu_forward import swiglu_forward
 from tk_serving.quant.swiglu_forward_and_per_token_cast import swiglu_forward_and_per_token_cast
 from tk_serving_patches import Function, Site
 from tk_serving_patches.experts import FORMATS
-from tk_serving_sglang.sites._calls import on, runs, scale_layout
+from tk_serving_sglang.sites._calls import on, plan, scale_layout
 
 _PLAIN = ("swiglu_forward",)
 _QUANTISED = ("swiglu_forward_and_per_token_cast",)
@@ -35,11 +35,12 @@ def _plain(
     width = input.shape[-1]
     rows = input.view(-1, width) if reason is None else input
     form = FORMATS.get(input.dtype, "bf16")
-    if not runs(site, _PLAIN, swiglu_forward, rows, form, clamp_value=limit, reason=reason):
+    run = plan(site, _PLAIN, swiglu_forward, rows, form, clamp_value=limit, reason=reason)
+    if run is None:
         return None
     if out is None:
-        return swiglu_forward(rows, form, clamp_value=limit).view(*input.shape[:-1], width // 2)
-    swiglu_forward.operator.into([out.view(-1, width // 2)], rows, form, clamp_value=limit)
+        return run().view(*input.shape[:-1], width // 2)
+    run.into([out.view(-1, width // 2)])
     return out
 
 
@@ -99,13 +100,13 @@ def _contig_post_quant(original: Callable[..., Any]) -> Callable[..., Any]:
         options = scale_layout(output_scale, input.shape[0], scale_ue8m0)
         reason = "swizzled columns" if swizzle else options if isinstance(options, str) else None
         call = (input, "e4m3", quant_group_size)
+        more = {"swiglu_clamp_value": swiglu_limit, "sf_clamp_min": _SMALLEST_MAXIMUM}
         if not isinstance(options, str):
-            options |= {"swiglu_clamp_value": swiglu_limit, "sf_clamp_min": _SMALLEST_MAXIMUM}
-            if runs("swiglu-quant", _QUANTISED, swiglu_forward_and_per_token_cast, *call, reason=reason, **options):
-                swiglu_forward_and_per_token_cast.operator.into([output, output_scale], *call, **options)
-                return
-        else:
-            runs("swiglu-quant", _QUANTISED, swiglu_forward_and_per_token_cast, *call, reason=reason)
+            more |= options
+        run = plan("swiglu-quant", _QUANTISED, swiglu_forward_and_per_token_cast, *call, reason=reason, **more)
+        if run is not None:
+            run.into([output, output_scale])
+            return
         original(input, output, output_scale, quant_group_size, scale_ue8m0, transposed, swiglu_limit, swizzle=swizzle)
 
     return silu_and_mul_contig_post_quant

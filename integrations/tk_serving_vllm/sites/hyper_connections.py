@@ -27,6 +27,13 @@ _SPLITS = 16  # the operators' upper bound; vLLM's own n_splits is unused in its
 Mixed = tuple[Tensor, Tensor, Tensor]
 
 
+def _norm(residual: Tensor, weight: Tensor | None, eps: float) -> dict[str, Any]:
+    """Options of the norm behind the sublayer's input, and where there is one of the cast behind it."""
+    if weight is None:
+        return {}
+    return {"norm_weight": weight, "norm_eps": eps, "rms_before_rounding": True, **_quantised(residual)}
+
+
 def _quantised(residual: Tensor) -> dict[str, Any]:
     """Options that write the sublayer's input in the form that its linear layer reads too, once that is known."""
     cast = _handed_over.wanted(residual.device)
@@ -67,9 +74,7 @@ def _pre(original: Callable[..., Any]) -> Callable[..., Any]:
         norm_eps: float = 1e-6,
     ) -> Mixed:
         gates = (hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat)
-        options: dict[str, Any] = {"norm_weight": norm_weight, "norm_eps": norm_eps}
-        if norm_weight is not None:
-            options |= _quantised(residual)
+        options = _norm(residual, norm_weight, norm_eps)
         call = (residual, fn, *gates, _SPLITS)
         run = offer("mhc-pre", residual.shape[0], mhc_pre_fused, *call, **options)
         if run is None:
@@ -105,7 +110,7 @@ def _pre_broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
         if run is None:
             return original(residual, fn, *gates, n_splits, norm_weight, norm_eps, fn_broadcast)
         streams = run()
-        options: dict[str, Any] = {"norm_weight": norm_weight, "norm_eps": norm_eps, **_quantised(residual)}
+        options = _norm(residual, norm_weight, norm_eps)
         run = offer(name, tokens, mhc_pre_fused, streams, fn, *gates, _SPLITS, **options)
         if run is None:
             return original(residual, fn, *gates, n_splits, norm_weight, norm_eps, fn_broadcast)
@@ -151,9 +156,7 @@ def _post_pre(original: Callable[..., Any]) -> Callable[..., Any]:
         norm_eps: float = 1e-6,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         gates = (hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat)
-        options: dict[str, Any] = {"norm_weight": norm_weight, "norm_eps": norm_eps}
-        if norm_weight is not None:
-            options |= _quantised(residual)
+        options = _norm(residual, norm_weight, norm_eps)
         call = (x, residual, post_layer_mix.view(*residual.shape[:-1], 1), comb_res_mix, fn, *gates, _SPLITS)
         run = offer("mhc-post-pre", x.shape[0], mhc_post_pre_fused, *call, **options)
         if run is None:

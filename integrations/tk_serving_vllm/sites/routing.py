@@ -104,14 +104,38 @@ def _is_token(tokens: int) -> Tensor | None:
 _KEPT = "_tk_serving_is_token"
 
 
-def _biased_unsupported(router: Any) -> str | None:
+def _is_image(token_ids: Tensor, first: int) -> Tensor:
+    """The mask of rows that stand for parts of an image, computed once for all layers of a pass."""
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    if not is_forward_context_available():
+        return (token_ids >= first) & (token_ids < first + _IMAGE_IDS)
+    context, place = get_forward_context(), (token_ids.data_ptr(), token_ids.shape, first)
+    kept = vars(context).get(_IMAGES)
+    if kept is None or kept[0] != place:
+        mask = (token_ids >= first) & (token_ids < first + _IMAGE_IDS)
+        kept = vars(context)[_IMAGES] = (place, mask)
+    return kept[1]
+
+
+_IMAGES = "_tk_serving_is_image"
+_IMAGE_IDS = 5  # token ids from the router's ``image_sentinel_lo`` on
+
+
+def _has_images(router: Any) -> bool:
+    return getattr(router, "bias_vl", None) is not None and router.image_sentinel_lo > 0
+
+
+def _biased_unsupported(router: Any, input_ids: Tensor | None) -> str | None:
     """Why :func:`moe_topk_gate` does not compute the routing of a router without groups."""
     if router.scoring_func not in ("sigmoid", "sqrtsoftplus"):
         return f"{router.scoring_func} scores"
     if not router.renormalize:
         return "weights are not normalised"
-    if getattr(router, "bias_vl", None) is not None:
-        return "image tokens have a bias of their own"
+    if _has_images(router) and router._hash_indices_table is not None:
+        return "image tokens have a bias, others a table"
+    if _has_images(router) and input_ids is None:
+        return "image tokens have a bias, and which they are is not said"
     if getattr(router, "num_fused_shared_experts", 0):
         return "shared experts among the routed ones"
     return None
@@ -126,7 +150,11 @@ def _biased_gate(
     if router._hash_indices_table is not None:
         return call, {"hash_table": router._hash_indices_table, "token_ids": input_ids}
     bias = router.e_score_correction_bias
-    return call, {"bias": None if bias is None else bias.float()}
+    options = {"bias": None if bias is None else bias.float()}
+    if input_ids is not None and _has_images(router):
+        is_image = _is_image(input_ids, router.image_sentinel_lo)
+        options |= {"image_bias": router.bias_vl.float(), "image_token_mask": is_image}
+    return call, options
 
 
 def _biased(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,7 +166,8 @@ def _biased(original: Callable[..., Any]) -> Callable[..., Any]:
         tokens = router_logits.shape[0]
         call, options = _biased_gate(self, router_logits, input_ids, _is_token(tokens))
         options["int32_ids"] = _int32(indices_type)
-        run = offer("routing-biased", tokens, moe_topk_gate, *call, reason=_biased_unsupported(self), **options)
+        reason = _biased_unsupported(self, input_ids)
+        run = offer("routing-biased", tokens, moe_topk_gate, *call, reason=reason, **options)
         if run is None:
             return original(self, hidden_states, router_logits, indices_type, input_ids=input_ids)
         ids, weights = run()
@@ -154,7 +183,7 @@ def _cpu(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, hidden_states: Tensor, router_logits: Tensor, indices_type: Any, *, input_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         if not self.use_grouped_topk and self.scoring_func == "sqrtsoftplus":
-            reason = _biased_unsupported(self)
+            reason = _biased_unsupported(self, input_ids)
             if reason is None:
                 call, options = _biased_gate(self, router_logits, input_ids, None)
                 ids, weights = moe_topk_gate(*call, **options)
@@ -203,8 +232,8 @@ SITES = (
             ),
         ),
         why="One launch for scores, top-k or the look-up of the expert table, normalisation and scaling.",
-        how="Takes V4's routers, those by a table of token ids included; image tokens with a bias of their own stay "
-        "with vLLM, as does routing inside DeepGEMM's mega MoE.",
+        how="Takes the routers of V4, those by a table of token ids included, and of V4.1, where image tokens have a "
+        "bias of their own; routing inside DeepGEMM's mega MoE stays with vLLM.",
         until="vLLM selects routers by name, so that ours can be registered.",
         sources={"0.33.0": "072ca55b4c88247c"},
         unsuitable=on("cuda"),

@@ -51,6 +51,7 @@ SIDES = {"stock": Kind("auto", "stock"), "ours": Kind("tilekernels")}
 COMPARED = Kind("tilekernels", environment={"TK_SERVING_COMPARE": "1"}, eager=True, layers=2)
 EXPERTS = {mode: Kind("tilekernels", environment={"TK_SERVING_EXPERTS": mode}) for mode in ("upcast", "resident")}
 OWN = "engine's experts"  # our side, with these
+CROSSING = (64, 256, 512, 2048, 3072, 4096)  # tokens around those from which on FP4 experts run in FP8
 CACHES = (
     "VLLM_CACHE_ROOT",
     "DG_JIT_CACHE_DIR",
@@ -67,9 +68,16 @@ UNIT = (
 MAX_DIFFERENCE, MEAN_DIFFERENCE = 5e-2, 2e-3
 """Bounds within which the log-probabilities of both sides agree: rounding in bfloat16 happens in other places."""
 
-NOISE = 1.5
-"""Both sides are within noise if they are at most so much farther apart than the engine is from itself once an input
-moves by a step of bfloat16. It is recorded beside the bounds and does not replace them."""
+NOISE, MEAN_NOISE = 1.5, 1.25
+"""Where the engine itself is beyond these bounds once an input moves by a step of bfloat16, ours may be at most so much
+farther from it than it is from itself: the largest difference, and the mean."""
+
+DAMPINGS = (0, 3, 5, 7)
+"""Octaves by which sublayers add less to the residual stream than random weights make them: with more of them the
+engine comes to agree with itself, and the bounds apply."""
+
+TEXTS = {"sequences": 64, "prompt": 64, "tokens": 64}
+WRONG = 1.05  # what an operator's results are multiplied by to see whether that shows
 
 MOVED = 0.01
 """Share of the embedding's values that move by a step for that."""
@@ -260,19 +268,20 @@ def _start(name: str, kind: Kind, options: Options, logs: Path) -> Side:
     layers = kind.layers or options.layers
     folder = logs / f"{options.model}-{layers}"
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(models.MODELS[options.model](layers), indent=1))
+    models.write(options.model, layers, folder)
     settings = {**_settings(options), "folder": str(folder)}
     return Side(name, settings, logs / f"{options.model}-{name}.log", kind)
 
 
 def _settings(options: Options) -> dict[str, Any]:
+    needed = models.ARGUMENTS.get(options.model, {}) if options.engine == "vllm" else {}
     return {
         "engine": options.engine,
         "sizes": list(options.sizes),
         "prefill": options.prefill,
         "steps": options.steps,
         "eager": options.eager,
-        "arguments": options.arguments,
+        "arguments": {**needed, **options.arguments},
     }
 
 
@@ -299,9 +308,26 @@ def _compare_sites(side: Side, options: Options, record: dict[str, Any], console
             table.add_row(row["site"], *numbers)
         console.print(table)
         console.print(f"first site beyond its bound: {found['first'] or 'none'}")
+        with contextlib.suppress(EngineError):
+            record["wrong"] = {options.model: wrong_operators(side, WRONG, DAMPINGS, {**TEXTS, "tokens": 16})}
     finally:
         side.end()
     record["sites"] = {options.model: found}
+
+
+def wrong_operators(
+    side: Side, factor: float, dampings: Sequence[int], texts: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
+    """For every damping, how far the output moves when one operator's results are off by a factor: what tells a wrong
+    kernel from rounding. A factor that the last norm takes out again moves nothing."""
+    counted = side.do("state")["counters"]
+    operators = sorted({row["operator"] for row in counted if row["implementation"] == "kernel" and row["calls"]})
+    found: dict[str, dict[str, Any]] = {}
+    answers = side.do("wrong", operators=operators, factor=factor, dampings=list(dampings), **texts)
+    for octaves, at in answers.items():
+        right = at.pop("")
+        found[octaves] = {name: _numbers(differences(other, right)) for name, other in at.items()}
+    return found
 
 
 def _record(options: Options) -> dict[str, Any]:
@@ -318,23 +344,51 @@ def _record(options: Options) -> dict[str, Any]:
     }
 
 
-def _compare(sides: dict[str, Side], options: Options) -> dict[str, Any]:
-    """Greedy tokens of 64 prompts on both sides: how many texts agree, and how far the log-probabilities are apart.
+def _compare(sides: Mapping[str, Side], options: Options, texts: Mapping[str, int] = TEXTS) -> dict[str, Any]:
+    """Greedy tokens of the same prompts on both sides, and how far the engine is from itself: with an input that differs by
+    rounding, and in smaller batches; as the weights are, and with sublayers that add less."""
+    levels: dict[int, dict[str, Any]] = {}
+    for octaves in DAMPINGS:
+        what, more = ("outputs_damped", {"octaves": octaves, **texts}) if octaves else ("outputs", texts)
+        try:
+            stock, ours = sides["stock"].do(what, **more), sides["ours"].do(what, **more)
+            noise = {"embedding moved": sides["stock"].do("outputs_moved", share=MOVED, octaves=octaves, **texts)}
+            if options.engine == "vllm" and not octaves and texts["sequences"] > 8:
+                noise["batches of 8"] = sides["stock"].do(what, **more, at_once=8)
+        except EngineError:
+            if not octaves:
+                raise
+            continue  # a model without the parameters that say how much a sublayer adds
+        levels[octaves] = judged(ours, stock, noise)
+    return verdict(levels)
 
-    And how far the engine is from itself: with an input that differs by rounding, and in smaller batches.
-    """
-    texts = {"sequences": 64, "prompt": 64, "tokens": 64}
-    stock = sides["stock"].do("outputs", **texts)
-    result = differences(sides["ours"].do("outputs", **texts), stock)
-    noise = {"embedding moved": differences(sides["stock"].do("outputs_moved", share=MOVED, **texts), stock)}
-    if options.engine == "vllm":
-        noise["batches of 8"] = differences(sides["stock"].do("outputs", **texts, at_once=8), stock)
-    within = [
-        result[key] <= NOISE * max(other[key] for other in noise.values())
-        for key in ("max_logprob_diff", "mean_logprob_diff")
-    ]
-    result["within_noise"] = all(within)
-    return {**result, "stock_from_itself": {name: _numbers(other) for name, other in noise.items()}}
+
+def judged(ours: dict[str, Any], stock: dict[str, Any], others: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """How far two answers of ``Engine.outputs`` are apart, how far the engine's ``others`` are from its first one, and
+    whether ours passes: within the bounds where the engine keeps them itself, else about as far as it is."""
+    found = differences(ours, stock)
+    noise = {name: differences(other, stock) for name, other in others.items()}
+    apply = all(other["agree"] for other in noise.values())
+    limits = {"max_logprob_diff": NOISE, "mean_logprob_diff": MEAN_NOISE}
+    within = all(found[k] <= factor * max(n[k] for n in noise.values()) for k, factor in limits.items())
+    return {
+        **found,
+        "within_noise": within,
+        "bounds_apply": apply,
+        "passes": found["agree"] if apply else within,
+        "stock_from_itself": {name: _numbers(other) for name, other in noise.items()},
+    }
+
+
+def verdict(levels: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """What stands in the record: the weights as they are, every damping, and ``equal``: all of them pass, and at one of
+    them at least the engine agrees with itself, so that the bounds were asked for."""
+    return {
+        **levels[0],
+        "damped": {str(octaves): level for octaves, level in levels.items() if octaves},
+        "equal": all(level["passes"] for level in levels.values())
+        and any(level["bounds_apply"] for level in levels.values()),
+    }
 
 
 def _numbers(comparison: dict[str, Any]) -> dict[str, Any]:
@@ -383,6 +437,7 @@ def _phase(sides: dict[str, Side], options: Options, phase: str, size: int) -> d
         **{name: round(value, 4) for name, value in ms.items()},
         "unit": "ms",
         "ratio": round(ms["stock"] / ms["ours"], 4),
+        "kernels_ratio": round(sum(kernels["stock"]["ms"].values()) / sum(kernels["ours"]["ms"].values()), 4),
         "wall_ms": {name: round(value, 3) for name, value in wall.items()},
         "gpu_ms": {name: round(sum(k["ms"].values()), 4) for name, k in kernels.items()},
         "launches": {name: round(sum(k["calls"].values()), 1) for name, k in kernels.items()},
@@ -398,24 +453,31 @@ def _top(kernels: dict[str, Any], count: int = 40) -> list[list[Any]]:
 
 
 def _measure_experts(sides: dict[str, Side], options: Options, record: dict[str, Any], console: Console) -> None:
-    """Prefill with FP4 experts in FP8, each way against the engine and against our side with the engine's experts."""
+    """Prefill with FP4 experts in FP8, each way against the engine and against our side with the engine's experts; then
+    steps on both sides of the number of tokens from which on they run, and decode."""
     own = {**record, "rows": [], "engines": {options.model: {}}}
     for mode in EXPERTS:
         try:
             sides[mode].answer(options.start_limit)
-            three = {"stock": sides["stock"], "ours": sides[mode], OWN: sides["ours"]}
-            texts = {"sequences": 8, "prompt": 512, "tokens": 1}
-            outputs = {name: side.do("outputs", **texts) for name, side in three.items()}
-            row = _phase(three, options, "prefill", options.prefill)
-            row["phase"] += f", experts {mode}"
-            own["rows"].append({**row, **differences(outputs["ours"], outputs["stock"])})
-            own["engines"][options.model][mode] = sides[mode].do("state")
+            experts(mode, sides, options, own, console)
         except EngineError as error:
             console.print(f"experts {mode}: {error}")
-            continue
-        console.print(_line(row))
-        console.print(f"with the engine's experts {row[OWN]:.3f} ms")
+
+
+def experts(mode: str, sides: dict[str, Side], options: Options, own: dict[str, Any], console: Console) -> None:
+    """The rows of one mode of FP4 experts, into the record ``own``, which is written after each of them."""
+    three = {"stock": sides["stock"], "ours": sides[mode], OWN: sides["ours"]}
+    apart = _compare(three, options, {"sequences": 8, "prompt": 512, "tokens": 1})  # one step of 4096 tokens
+    own["engines"][options.model][OWN] = sides["ours"].do("state")
+    sizes = [options.prefill, *(n for n in CROSSING if n < options.prefill)]
+    for phase, size in [*(("prefill", n) for n in sizes), *(("decode", n) for n in sorted(options.sizes))]:
+        row = _phase(three if size == options.prefill else {n: three[n] for n in SIDES}, options, phase, size)
+        row["phase"] += f", experts {mode}"
+        own["rows"].append({**row, **apart})
+        own["engines"][options.model][mode] = sides[mode].do("state")
         _write(own, options.experts, options.model)
+        itself = f"; with the engine's experts {row[OWN]:.3f} ms" if OWN in row else ""
+        console.print(_line(row) + itself)
 
 
 def _write(record: dict[str, Any], file: Path | None, model: str) -> None:
@@ -425,7 +487,7 @@ def _write(record: dict[str, Any], file: Path | None, model: str) -> None:
     kept = json.loads(file.read_text()) if file.exists() else {}
     rows = [row for row in kept.get("rows", ()) if row["model"] != model]
     merged = {**kept, **record, "rows": rows + record["rows"]}
-    for key in ("engines", "settings", "sites"):
+    for key in ("engines", "settings", "sites", "wrong"):
         merged[key] = {**kept.get(key, {}), **record.get(key, {})}
     file.write_text(json.dumps(merged, indent=1) + "\n")
 
@@ -433,7 +495,7 @@ def _write(record: dict[str, Any], file: Path | None, model: str) -> None:
 def _line(row: dict[str, Any]) -> str:
     return (
         f"{row['model']} {row['phase']}: stock {row['stock']:.3f} ms, ours {row['ours']:.3f} ms, "
-        f"ratio {row['ratio']:.3f}; "
+        f"ratio {row['ratio']:.3f}, of the kernels {row['kernels_ratio']:.3f}; "
         f"by the clock {row['wall_ms']['stock']:.2f} and {row['wall_ms']['ours']:.2f} ms; "
         f"kernels {row['gpu_ms']['stock']:.3f} and {row['gpu_ms']['ours']:.3f} ms, "
         f"{row['launches']['stock']:.0f} and {row['launches']['ours']:.0f} launches"

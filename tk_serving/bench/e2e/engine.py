@@ -6,10 +6,33 @@ import math
 import statistics
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from tk_serving import dispatch
+
+
+@contextmanager
+def off_by(operator: str, factor: float) -> Iterator[None]:
+    """Floating-point results of one operator are off by a factor; scales stand for the codes that they belong to."""
+    run = dispatch.run
+
+    def run_wrong(op: Any, *args: Any) -> list[torch.Tensor | None]:
+        outputs = run(op, *args)
+        if op.name == operator:
+            for out in outputs:
+                if out is not None and out.is_floating_point() and out.dtype.itemsize > 1:
+                    out.mul_(factor)
+        return outputs
+
+    dispatch.run = run_wrong
+    try:
+        yield
+    finally:
+        dispatch.run = run
 
 
 class Engine(ABC):
@@ -43,7 +66,8 @@ class Engine(ABC):
     def outputs_moved(self, share: float, octaves: int = 0, **arguments: Any) -> dict[str, Any]:
         """:meth:`outputs`, once a share of the embedding's values have moved by one step of bfloat16; ``octaves`` as
         for :meth:`outputs_damped`."""
-        (weight,) = (p.data for name, p in self.model.named_parameters() if "embed_tokens" in name)
+        named = self.model.named_parameters()
+        (weight,) = (p.data for name, p in named if "embed_tokens" in name and "engram" not in name)
         generator = torch.Generator(weight.device).manual_seed(0)
         kept = weight.clone()
         with torch.inference_mode():
@@ -91,18 +115,41 @@ class Engine(ABC):
         self.generate(1, 16, 4, seed=6)
         return {"rows": comparing.rows(), "first": comparing.first()}
 
+    def outputs_with(self, sites: Sequence[str], **texts: int) -> dict[str, Any]:
+        """:meth:`outputs` with these sites replaced, and none compared; needs ``TK_SERVING_COMPARE``."""
+        from tk_serving_patches import comparing
+
+        with comparing.only(sites):
+            return self.outputs(**texts)
+
     def influence(self, groups: Sequence[Sequence[str]], **texts: int) -> dict[str, Any]:
         """:meth:`outputs` of the engine alone, and with one group of sites replaced at a time; needs
         ``TK_SERVING_COMPARE``."""
-        from tk_serving_patches import comparing
-
         found: dict[str, Any] = {}
         for group in [(), *groups]:
             try:
-                with comparing.only(group):
-                    found[" + ".join(group)] = self.outputs(**texts)
+                found[" + ".join(group)] = self.outputs_with(group, **texts)
             except Exception as error:
                 found[" + ".join(group)] = {"error": f"{type(error).__name__}: {error}"}
+        return found
+
+    def wrong(
+        self, operators: Sequence[str], factor: float, dampings: Sequence[int], **texts: int
+    ) -> dict[str, dict[str, Any]]:
+        """How much a wrong kernel shows in the output: for each damping in octaves :meth:`outputs_damped` under ``""``,
+        and under the name of an operator with its floating-point results off by ``factor``.
+
+        Graphs do not pass through Python: the engine has to be eager.
+        """
+        from tk_serving_patches import comparing
+
+        found: dict[str, dict[str, Any]] = {}
+        with comparing.only([row["site"] for row in comparing.rows()]):  # not one by one beside the engine's function
+            for octaves in dampings:
+                at = found[str(octaves)] = {}
+                for operator in ("", *operators):
+                    with off_by(operator, factor):
+                        at[operator] = self.outputs_damped(octaves, **texts) if octaves else self.outputs(**texts)
         return found
 
     def timed(self, step: Any) -> Any:
@@ -154,7 +201,6 @@ class Engine(ABC):
 
     def state(self) -> dict[str, Any]:
         """Start-up time, memory, sites, counters, and what was compiled here."""
-        from tk_serving import dispatch
         from tk_serving.compile import kernels
 
         activate = sys.modules.get(self.plugin)

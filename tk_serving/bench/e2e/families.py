@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 
 FAMILIES = (
-    ("routed experts", r"fused_moe_kernel|marlin_moe|Marlin|grouped|m_grouped|moe_wna16"),
-    ("attention", r"flash|mla|attn|paged|sparse_|swa|rope|rotary|concat_and_cache|kv_insert|splitkv"),
-    ("mhc", r"mhc|hc_head|hc_prenorm|prenorm_gemm|norm_fn|apply_mix|big_fuse|pre_finish|post_kernel|hyper"),
+    ("routed experts", r"fused_moe_kernel|marlin_moe|Marlin|grouped|GemmType\)[12]|moe_wna16|^lossless"),
+    ("attention", r"flash|mla|attn|paged|sparse_|swa|[rR]ope|rotary|concat_and_cache|kv_insert|splitkv"),
+    (
+        "mhc",
+        r"mhc|hc_head|hc_prenorm|prenorm_gemm|norm_fn|apply_mix|big_fuse|^pre_kernel|^head_mix|post_kernel|"
+        r"^expand_kernel|hyper",
+    ),
     ("routing", r"topk|top_k|gate_kernel|dsv4_topk|moe_align|count_and_sort|fused_mapping|expand"),
     ("swiglu", r"act_and_mul|silu|swiglu"),
     ("casts", r"group_quant|per_token_cast|quant_8bit|scaled_fp8_quant|per_token_group"),

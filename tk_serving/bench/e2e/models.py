@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+_VOCABULARY = 129280
 _COMMON = {
-    "vocab_size": 129280,
+    "vocab_size": _VOCABULARY,
     "n_shared_experts": 1,
     "n_routed_experts": 256,
     "norm_topk_prob": True,
@@ -118,5 +121,78 @@ def _v4_flash(layers: int) -> dict[str, Any]:
     }
 
 
-MODELS: dict[str, Callable[[int], dict[str, Any]]] = {"v3": _v3, "v3.2": _v32, "v4-flash": _v4_flash}
+_CAPITALISED = 4096  # tokens of V4.1's tokenizer that differ from another one only by a capital letter
+_ENGRAM_ROWS = 16_000  # of each of an Engram layer's tables; the published ones have a thousand times as many
+
+
+def _v41(layers: int) -> dict[str, Any]:
+    """DeepSeek-V4.1 without its vision tower: layer 1 has an Engram memory and compresses the context for those behind.
+
+    The tables are short; everything else of a layer is as published.
+    """
+    ngrams, heads = 4, 8
+    text = {
+        **_v4_flash(layers),
+        "model_type": "deepseek_v41",
+        "hidden_size": 5120,
+        "n_routed_experts": 384,
+        "moe_intermediate_size": 2304,
+        "q_lora_rank": 1280,
+        "num_hash_layers": 0,
+        "mlp_layer_types": ["moe"] * layers,
+        "compress_ratios": [0, *[2] * (layers - 1)],
+        "kv_source_layer_ids": [1],
+        "index_source_layer_ids": [1],
+        "index_n_heads": 32,
+        "engram_layer_ids": [1],
+        "engram_num_embeddings": [(ngrams - 1) * heads * _ENGRAM_ROWS * 11 // 10],
+        "engram_vocab_size": _ENGRAM_ROWS,
+        "engram_max_ngram_size": ngrams,
+        "engram_n_heads": heads,
+        "engram_head_dim": 256,
+        "engram_compressed_vocab_size": _VOCABULARY - _CAPITALISED,
+        "engram_pad_token_id": 2,
+    }
+    return {
+        "architectures": ["DeepseekV41ForCausalLM"],
+        "model_type": "deepseek_v41",
+        "torch_dtype": "bfloat16",
+        "text_config": text,
+        "vision_config": {"num_hidden_layers": 24},
+        "expert_dtype": "fp4",
+        "quantization_config": {**_FP8, "scale_fmt": "ue8m0", "weight_block_size": [32, 32]},
+    }
+
+
+MODELS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "v3": _v3,
+    "v3.2": _v32,
+    "v4-flash": _v4_flash,
+    "v4.1": _v41,
+}
 """By name: the configuration of a model with so many layers."""
+
+ARGUMENTS: dict[str, dict[str, Any]] = {"v4.1": {"limit_mm_per_prompt": {"image": 0}}}
+"""Arguments of vLLM's ``LLM`` that a model needs."""
+
+
+def write(model: str, layers: int, folder: Path) -> None:
+    """The configuration, and a tokenizer if the model asks for one: Engram hashes what tokens have in common."""
+    config = MODELS[model](layers)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    if "engram_layer_ids" in config.get("text_config", config):
+        words = _VOCABULARY - _CAPITALISED
+        vocabulary = {f"w{i}": i for i in range(words)} | {f"W{i}": words + i for i in range(_CAPITALISED)}
+        tokenizer: dict[str, Any] = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [],
+            "normalizer": None,
+            "pre_tokenizer": {"type": "Whitespace"},
+            "post_processor": None,
+            "decoder": None,
+            "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"},
+        }
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')

@@ -16,7 +16,7 @@ RECORDS = "docs/records/e2e-*.json"
 
 
 def table(records: Iterable[Mapping[str, Any]]) -> str:
-    """One line for each model of each record."""
+    """One line for each model of each record that has both sides."""
     lines = [
         "| model | engine, device | operators that ran | stays with the engine | logprob difference | ratio |",
         "|---|---|---|---|---|---|",
@@ -24,20 +24,31 @@ def table(records: Iterable[Mapping[str, Any]]) -> str:
     for record in records:
         for model, sides in record.get("engines", {}).items():
             rows = [row for row in record["rows"] if row["model"] == model]
+            if "ours" not in sides or not rows:  # a record of experts has the states of its modes
+                continue
             ours = sides["ours"]
+            layers = record.get("settings", {}).get(model, {}).get("layers")
             ran = sorted({c["operator"] for c in ours["counters"] if c["implementation"] == "kernel" and c["calls"]})
             stock = sorted({site for site, _, status, _ in ours["sites"] if status == "stock"})
             engine = record.get("engine", "vllm")
             cells = (
-                model,
+                f"{model}, {layers} layers" if layers else model,
                 f"{engine} {record['versions'].get(engine, '')}, {record['device']}",
                 _names(ran),
                 _names(stock) or "-",
-                f"{max(row['max_logprob_diff'] for row in rows):.3g}",
+                _difference(rows),
                 ", ".join(f"{row['phase']}: {row['ratio']:.2f}" for row in rows),
             )
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _difference(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The largest difference of a log-probability, and how far the engine is from itself where that was measured."""
+    worst = max(rows, key=lambda row: row["max_logprob_diff"])
+    noise = [other["max_logprob_diff"] for other in worst.get("stock_from_itself", {}).values()]
+    itself = f"; the engine from itself {max(noise):.3g}" if noise else ""
+    return f"{worst['max_logprob_diff']:.3g}{itself}"
 
 
 def _names(names: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ LOGITS_STD = 0.5
 _FP4_RMS = 2.93  # of the sixteen values of e2m1
 _CODE_STD = 64.0  # of e4m3 codes
 _SKIP = ("k_scale", "v_scale", "q_scale", "_prob_scale", "input_scale")
-_FROM_SUBLAYERS = ("o_proj", "wo_b", "down_proj", "w2_weight", "w2.weight")
+_FROM_SUBLAYERS = ("o_proj", "wo_b", "down_proj", "w2_weight", "w2.weight", "engram.wkv")
 
 
 def fill(model: torch.nn.Module, config: Any) -> None:
@@ -34,7 +34,7 @@ def fill(model: torch.nn.Module, config: Any) -> None:
         preferences = _preferences(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if name.endswith(_SKIP):
+                if name.endswith(_SKIP) or parameter.is_meta:  # as those of a vision tower that is left out
                     continue
                 device = parameter.device
                 generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
@@ -59,7 +59,7 @@ def _fill(name: str, values: Tensor, config: Any, preferences: Tensor, generator
     elif ".gate.weight" in name:
         values.zero_()
         values[:, -TOPICS:] = (preferences.t() / (MARK / 2)).to(values)
-    elif "e_score_correction_bias" in name:
+    elif last in ("e_score_correction_bias", "bias_vl"):
         values.copy_(_bias(len(values)))
     elif last in ("bias", "attn_sink"):
         values.zero_()
@@ -77,11 +77,11 @@ def _fill(name: str, values: Tensor, config: Any, preferences: Tensor, generator
         values.copy_(torch.randn(values.shape, generator=generator, device=values.device) * gain)
         if last.endswith("scale"):
             values.abs_()
-    elif values.dim() == 1:  # norms
+    elif values.dim() == 1 or last in ("q_weight", "k_weight"):  # norms
         noise = 0.1 * torch.randn(values.shape, generator=generator, device=values.device)
         values.copy_(1 + noise)
-        if len(values) == hidden:
-            values[-TOPICS:] = 1
+        if values.shape[-1] == hidden:
+            values[..., -TOPICS:] = 1
     else:
         for part in _parts(values):
             part.copy_(torch.randn(part.shape, generator=generator, device=part.device) / math.sqrt(values.shape[-1]))
@@ -105,7 +105,9 @@ def _fill_scales(name: str, values: Tensor, config: Any, generator: torch.Genera
 
 
 def _inputs(name: str, config: Any) -> int:
-    """Input channels of the product that the scales of this name belong to."""
+    """Input channels of the product that the scales of this name belong to; 1 for the rows of a table."""
+    if "engram.embed" in name:
+        return 1
     widths = {
         "down_proj": getattr(config, "intermediate_size", 0),
         "o_proj": config.num_attention_heads * getattr(config, "v_head_dim", 0),

@@ -261,18 +261,18 @@ def _layer(module: str) -> Any:
 
 
 @functools.cache
-def publish(device: str) -> None:
+def publish(device: str, **options: Any) -> None:
     """What SGLang's kernels ask for outside an engine: a published configuration and a group of one rank."""
     from sglang.srt import runtime_context, server_args
     from sglang.srt.distributed import bootstrap
 
-    arguments = server_args.ServerArgs(model_path="dummy", device=device)
+    arguments = server_args.ServerArgs(model_path="dummy", device=device, **options)
     arguments.resolve_once()
     ranks = runtime_context.SpawnRanks(
         world_rank=runtime_context.spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0
     )
     runtime_context.publish(arguments, role="scheduler", ranks=ranks)
-    port = 20_000 + os.getpid() % 20_000  # of two processes at the same time each has its own
+    port = 20_000 + os.getpid() % 20_000  # processes that start at the same time must not meet
     bootstrap.init_parallel_runtime(server_args=arguments, device=device, dist_port=port)
 
 

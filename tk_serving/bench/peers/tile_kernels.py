@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -141,15 +142,16 @@ def engram_gate_bwd(
 def mhc_post(
     x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor | None = None
 ) -> PeerCall:
-    """The forward half, writing into a given tensor."""
+    """The forward half, of [B, S, ...] tensors, writing into a given one."""
     function, target = _find("mhc_post_fwd"), torch.empty_like(residual)
-    return PeerCall(lambda: function(x, residual, post_layer_mix, comb_res_mix, target), lambda _: target)
+    batch = [part.unsqueeze(0) for part in (x, residual, post_layer_mix, comb_res_mix, target)]
+    return PeerCall(lambda: function(*batch), lambda _: target)
 
 
-def mhc_post_bwd(fuse_grad_acc: bool = True, **arguments: Any) -> PeerCall:
-    """The backward half of ``mhc_post``."""
-    function = _find("mhc_post_bwd")
-    return PeerCall(lambda: function(**arguments))
+def mhc_post_bwd(fuse_grad_acc: bool = True, **arguments: Tensor) -> PeerCall:
+    """The backward half, of [B, S, ...] tensors."""
+    function, batch = _find("mhc_post_bwd"), {name: value.unsqueeze(0) for name, value in arguments.items()}
+    return PeerCall(lambda: function(**batch), lambda grads: tuple(grad.squeeze(0) for grad in grads))
 
 
 def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> PeerCall:
@@ -160,7 +162,7 @@ def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> P
 
 def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> PeerCall:
     """``mhc_pre_apply_mix_fwd``."""
-    return _into("mhc_pre_apply_mix_fwd", (x, mix), torch.empty_like(x[..., 0, :]))
+    return _into("mhc_pre_apply_mix_fwd", (x, mix.squeeze(-1)), torch.empty_like(x[..., 0, :]))
 
 
 def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6, out: Tensor | None = None) -> PeerCall:
@@ -198,19 +200,61 @@ def mhc_pre_split_mixes(
     **out: Tensor | None,
 ) -> PeerCall:
     """``mhc_pre_split_mixes_fwd``."""
-    function, lead = _find("mhc_pre_split_mixes_fwd"), input_mixes.shape[:-1]
-    shapes = ((mhc_mult, 1), (mhc_mult, 1), (mhc_mult, mhc_mult))
-    targets = tuple(torch.empty(*lead, *shape, device=input_mixes.device) for shape in shapes)
-    run = lambda: function(input_mixes, mhc_scale, mhc_base, *targets, mhc_post_mult_value, mhc_pre_eps)  # noqa: E731
-    return PeerCall(run, lambda _: targets)
+    function, rows = _find("mhc_pre_split_mixes_fwd"), input_mixes.shape[0]
+    pre, post, comb = (torch.empty(rows, n, device=input_mixes.device) for n in (mhc_mult, mhc_mult, mhc_mult**2))
+    shaped = (pre.unsqueeze(-1), post.unsqueeze(-1), comb.view(rows, mhc_mult, mhc_mult))
+    call = functools.partial(function, input_mixes, mhc_scale, mhc_base, pre, post, comb)
+    return PeerCall(lambda: call(mhc_post_mult_value, mhc_pre_eps), lambda _: shaped)
+
+
+def mhc_pre_big_fuse_fwd(post_mix: Tensor, comb_mix: Tensor, **rest: Any) -> PeerCall:
+    """The same call, with the mixes of a row in one dimension."""
+    function = _find("mhc_pre_big_fuse_fwd")
+    flat = {"post_mix": post_mix.flatten(1), "comb_mix": comb_mix.flatten(1)}
+    return PeerCall(lambda: function(**flat, **rest))
 
 
 def moe_topk_gate(**arguments: Any) -> PeerCall:
     """The 2.1 name of the gate without groups."""
+    covers(arguments["scoring_func"] == "sqrtsoftplus", "sqrtsoftplus scores")
     nothing_else({name: arguments.pop(name) for name in ("hash_table", "token_ids", "int32_ids")})
     function = _find("moe_topk_gate_forward")
     given = {name: value for name, value in arguments.items() if value is not None}
     return PeerCall(lambda: function(**given))
+
+
+def moe_topk_gate_backward(**arguments: Any) -> PeerCall:
+    """The same call."""
+    covers(arguments["scoring_func"] == "sqrtsoftplus", "sqrtsoftplus scores")
+    function, given = _find("moe_topk_gate_backward"), _used(arguments)
+    return PeerCall(lambda: function(**given))
+
+
+def norm_forward_and_per_token_cast(num_per_channels: int, **rest: Any) -> PeerCall:
+    """The same call."""
+    covers(num_per_channels == 32, "groups of 32")
+    function, given = _find("norm_forward_and_per_token_cast"), _used(rest)
+    return PeerCall(lambda: function(num_per_channels=num_per_channels, **given))
+
+
+def per_token_cast_with_precomputed_sf(sf: Tensor, **rest: Any) -> PeerCall:
+    """The same call; it has to be told of scales in columns."""
+    function, given = _find("per_token_cast_with_precomputed_sf"), _used(rest)
+    if sf.dim() == 2 and sf.stride(0) == 1:
+        given["use_tma_aligned_col_major_sf"] = True
+    return PeerCall(lambda: function(sf=sf, **given))
+
+
+def per_block_cast_lossless(x: tuple[Tensor, Tensor], **rest: Any) -> PeerCall:
+    """The same call; scales further apart than 2**11, at which it traps, are brought closer."""
+    function, given = _find("per_block_cast_lossless"), _used(rest)
+    data, sf = x
+    if sf.dtype == torch.float32:
+        near = sf.clamp(min=float(sf.max()) * 2.0**-11)
+    else:
+        exponents = sf.t().contiguous().view(torch.uint8)
+        near = exponents.clamp(min=int(exponents.max()) - 11).view(torch.int32).t()
+    return PeerCall(lambda: function((data, near), **given), None, "with scales at most 2**11 apart")
 
 
 def _into(name: str, operands: tuple, target: Tensor, *options: Any) -> PeerCall:

@@ -39,6 +39,7 @@ def build(
     source: str,
     with_pre: bool,
     norm: str,
+    rms_before_rounding: bool,
     store: bool,
     fmt: str,
     npc: int,
@@ -50,6 +51,7 @@ def build(
         mixes: 24, or 4 for the output head, which has pre mixes only.
         with_pre: also write the pre mixes.
         norm: dtype of the norm weight; empty: no normalisation.
+        rms_before_rounding: a gathered row's RMS is taken in float32, before it is rounded.
         store: write the row in bfloat16. A given input that is neither normalised nor quantised is not touched.
         fmt, npc, layout, round_sf: quantise the row; ``fmt`` empty: do not.
     """
@@ -87,19 +89,21 @@ def build(
         z[0] = z[0] * scale[scale_index(column)] + base[column]
 
     @T.macro
-    def normalise(row_ints, halves, norm_weight, size, eps, shared, thread):
-        """The row times its inverse RMS and the weight, in place; both are read in float32."""
+    def normalise(row_ints, halves, norm_weight, square, size, eps, shared, thread):
+        """The row times its inverse RMS and the weight, in place; both are read in float32.
+
+        ``square``: the thread's part of the square sum, so far 0 unless it was taken before the row was rounded.
+        """
         value = T.alloc_local((VALUES,), "float32")
         factor = T.alloc_local((VALUES,), "float32")
         raw = T.alloc_local((VALUES,), norm)
-        square = T.alloc_local((1,), "float32")
         rstd = T.alloc_local((1,), "float32")
-        square[0] = 0.0
-        for w in T.unroll(each):
-            if w * threads + thread < words:
-                unpack(row_ints, w * 4, value, 0)
-                for j in T.unroll(VALUES):
-                    square[0] = T.ieee_fmaf(value[j], value[j], square[0])
+        if not rms_before_rounding:
+            for w in T.unroll(each):
+                if w * threads + thread < words:
+                    unpack(row_ints, w * 4, value, 0)
+                    for j in T.unroll(VALUES):
+                        square[0] = T.ieee_fmaf(value[j], value[j], square[0])
         block_sums(square, 1, shared, thread, warps)
         rstd[0] = inverse_rms(shared[0, 0], size, eps)
         for w in T.unroll(each):
@@ -234,6 +238,8 @@ def build(
                 value = T.alloc_local((VALUES,), "float32")
                 total = T.alloc_local((VALUES,), "float32")
                 weight = T.alloc_local((MULT,), "float32")
+                square = T.alloc_local((1,), "float32")
+                square[0] = 0.0
                 shared_mix = T.alloc_shared((MULT,), "float32")
                 shared = T.alloc_shared((warps, 1), "float32")
                 shared_scale = T.alloc_shared((groups,), "float32")
@@ -258,12 +264,17 @@ def build(
                                     unpack(ints, (w * MULT + i) * 4, value, 0)
                                     for j in T.unroll(VALUES):
                                         total[j] = T.ieee_fmaf(weight[i], value[j], total[j])
+                                if rms_before_rounding:
+                                    for j in T.unroll(VALUES):
+                                        square[0] = T.ieee_fmaf(total[j], total[j], square[0])
                                 pack(total, 0, halves, w * VALUES)
                     else:
                         for w in T.unroll(each):
                             row[w] = loaded[w]
                     if normed:
-                        normalise(row_ints, halves, norm_weight, size / T.float32(MULT), norm_eps, shared, thread)
+                        normalise(
+                            row_ints, halves, norm_weight, square, size / T.float32(MULT), norm_eps, shared, thread
+                        )
                     if store:
                         for w in T.unroll(each):
                             if w * threads + thread < words:

@@ -6,7 +6,7 @@ rows. Rows are cut into parts, so that a single token already keeps several mult
 
 import tilelang.language as T
 
-from tk_serving.moe.kernels.gather_sf import TILE, tile_writer
+from tk_serving.moe.kernels.gather_sf import TILE, column_parts, tile_writer
 from tk_serving.moe.kernels.rows import VECTOR, padding_clearer, resident_blocks, rows_to_clear, threads_for
 
 MIN_THREADS = 1536
@@ -46,7 +46,7 @@ def build(hidden: int, itemsize: int, num_topk: int, sf_columns: int, sourced: b
     clear_padding = padding_clearer(hidden, dtype, threads, cleared_columns, zero_padding)
     cleared = rows_to_clear(zero_padding, cleared_columns)
     write_sf = tile_writer(sf_columns, threads // 32)
-    sf_parts = (sf_columns + TILE - 1) // TILE
+    sf_parts = column_parts(sf_columns)
 
     tokens, rows, sf_rows = (T.dynamic(name, "int64") for name in ("tokens", "rows", "sf_rows"))
     sf_strides = T.dynamic("sf_row_stride", "int64"), T.dynamic("sf_column_stride", "int64")
@@ -108,20 +108,12 @@ def build(hidden: int, itemsize: int, num_topk: int, sf_columns: int, sourced: b
             number = T.alloc_local((1,), "int32")  # among the blocks that write rows
             number[0] = T.cast(block, "int32")
             if sourced:
-                # Spread among the others, as they wait more than they write.
-                count = T.alloc_local((1,), "int32")
-                every = T.alloc_local((1,), "int32")
-                tile = T.alloc_local((1,), "int32")
-                count[0] = T.cast(tiles, "int32")
-                every[0] = T.cast(tokens * parts + clearing + tiles, "int32") // count[0]
-                tile[0] = T.cast(block, "int32") // every[0]
-                if tile[0] * every[0] == T.cast(block, "int32") and tile[0] < count[0]:
-                    number[0] = -1
-                    first = T.cast(T.truncdiv(tile[0], sf_parts), "int64") * TILE
-                    part = T.truncmod(tile[0], sf_parts)
+                # The first ones, so that what they wait for is behind what the others write.
+                number[0] = number[0] - T.cast(tiles, "int32")
+                if number[0] < 0:
+                    first = T.cast(T.truncdiv(T.cast(block, "int32"), sf_parts), "int64") * TILE
+                    part = T.truncmod(T.cast(block, "int32"), sf_parts)
                     write_sf(sf, token_of, pos_to_expert, sf_out, first, part, thread, tokens, rows, sf_rows)
-                else:
-                    number[0] = T.cast(block, "int32") - T.min(tile[0] + 1, count[0])
             if number[0] >= 0:
                 if number[0] < tokens * parts:
                     token = T.cast(T.truncdiv(number[0], parts), "int64")

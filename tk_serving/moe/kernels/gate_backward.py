@@ -40,6 +40,7 @@ def build(num_experts: int, num_topk: int, scoring: str, summed: bool):
             total = T.alloc_local((1,), "float32")
             weighted = T.alloc_local((1,), "float32")
             slot = T.alloc_local((1,), "float32")
+            score = T.alloc_local((1,), "float32")
             other = T.alloc_local((1,), "int32")
             if token < tokens:
                 for j in T.unroll(rows):
@@ -49,17 +50,21 @@ def build(num_experts: int, num_topk: int, scoring: str, summed: bool):
                         u[j] = scores[token, j * 32 + lane]
 
                 # The chosen experts.
-                id[0] = -1
+                source[0] = T.int64(-1)
                 slot[0] = 0
-                total[0] = 0
                 weighted[0] = 0
-                if lane < num_topk:
+                if lane < num_topk:  # no load waits for another
                     source[0] = ids[token, lane]
-                    if source[0] >= T.int64(0) and source[0] < T.int64(num_experts):
-                        id[0] = T.cast(source[0], "int32")
-                        slot[0] = grad_weights[token, lane]
-                        total[0] = scores[token, id[0]]
-                        weighted[0] = slot[0] * weights[token, lane]
+                    slot[0] = grad_weights[token, lane]
+                    weighted[0] = weights[token, lane]
+                known = source[0] >= T.int64(0) and source[0] < T.int64(num_experts)
+                id[0] = T.if_then_else(known, T.cast(source[0], "int32"), -1)
+                slot[0] = T.if_then_else(id[0] >= 0, slot[0], T.float32(0))
+                weighted[0] = T.if_then_else(id[0] >= 0, slot[0] * weighted[0], T.float32(0))
+                total[0] = 0
+                for j in T.unroll(rows):
+                    score[0] = T.shfl_sync(u[j], id[0] & 31)
+                    total[0] = T.if_then_else(id[0] >> 5 == j, score[0], total[0])
                 fold_sum(total)
                 fold_sum(weighted)
                 slot[0] = (factor * slot[0] - weighted[0]) / (total[0] + T.float32(TINY))
@@ -99,8 +104,10 @@ def build(num_experts: int, num_topk: int, scoring: str, summed: bool):
                         grad[j] = grad[j] * (u[j] * (T.float32(1) - u[j]))
                     else:
                         total[0] = -T.call_extern("float32", "expm1f", -u[j] * u[j])
+                        # The branch of a division would hold back all that follows.
+                        score[0] = T.fast_rcp(T.float32(2) * u[j])
                         grad[j] = T.if_then_else(
-                            u[j] == T.float32(0), T.float32(0), grad[j] * (total[0] / (T.float32(2) * u[j]))
+                            total[0] == T.float32(0), T.float32(0), grad[j] * (total[0] * score[0])
                         )
                     if j * 32 + lane < num_experts:
                         out[token, j * 32 + lane] = grad[j]

@@ -37,6 +37,12 @@ def max_of_pairs(a, b):
     return T.reinterpret(T.max2(T.reinterpret(a, "bfloat16x2"), T.reinterpret(b, "bfloat16x2")), "int32")
 
 
+def words_of(raw, dtype):
+    """The words of ``raw``: of parts of a word every one would be a register of its own, filled as soon as the word is
+    loaded, which waits for one load before the next is issued."""
+    return view(raw, (raw.shape[0] * SIZES[dtype] // 4,), "int32", scope="local")
+
+
 def source(name, aligned):
     """bfloat16, float32 or the codes e4m3, e2m1, e5m6; with ``aligned`` rows start on 16 bytes."""
     dtype, columns = {
@@ -50,11 +56,6 @@ def source(name, aligned):
     size = columns * SIZES[dtype] // 4  # words
     piece = min(size, 4) if size % 2 == 0 else 1  # words of one vector access
 
-    def words_of(raw):
-        """The words of ``raw``: of parts of a word every one would be a register of its own, filled as soon as the word
-        is loaded, which waits for one load before the next is issued."""
-        return view(raw, (raw.shape[0] * SIZES[dtype] // 4,), "int32", scope="local")
-
     @T.macro
     def load(x, row, octet, raw, at):
         if aligned:
@@ -62,7 +63,7 @@ def source(name, aligned):
             per_piece = piece * 4 // SIZES[dtype]
             shape = (x.shape[0], x.shape[1] // per_piece, piece)
             pieces = view(x, shape, "int32", (x.strides[0] // per_piece * piece, piece, 1))
-            words = words_of(raw)
+            words = words_of(raw, dtype)
             for j in T.unroll(size // piece):
                 for i in T.vectorized(piece):
                     words[0][at * size + j * piece + i] = pieces[0][row, octet * (size // piece) + j, i]
@@ -72,7 +73,7 @@ def source(name, aligned):
 
     @T.macro
     def decode_bfloat16(raw, at, values):
-        words = words_of(raw)
+        words = words_of(raw, dtype)
         for i in T.unroll(OCTET // 2):
             values[2 * i] = float_of(words[0][at * size + i] << 16)
             values[2 * i + 1] = float_of(words[0][at * size + i] & T.int32(-0x10000))
@@ -84,7 +85,7 @@ def source(name, aligned):
 
     @T.macro
     def decode_e4m3(raw, at, values):
-        words = words_of(raw)
+        words = words_of(raw, dtype)
         codes = T.alloc_local((OCTET,), dtype)
         halves = view(codes, (size,), "int32", scope="local")
         for i in T.unroll(size):
@@ -94,13 +95,13 @@ def source(name, aligned):
 
     @T.macro
     def decode_e2m1(raw, at, values):
-        words = words_of(raw)
+        words = words_of(raw, dtype)
         for i in T.unroll(OCTET):
             values[i] = value_of_e2m1((words[0][at] >> (4 * i)) & 15)
 
     @T.macro
     def decode_e5m6(raw, at, values):
-        words = words_of(raw)
+        words = words_of(raw, dtype)
         w = T.alloc_local((size,), "int32")
         for i in T.unroll(size):
             w[i] = words[0][at * size + i]
@@ -116,7 +117,7 @@ def source(name, aligned):
     @T.macro
     def maximum_bfloat16(raw, at, most):
         """Two at a time."""
-        words = words_of(raw)
+        words = words_of(raw, dtype)
         pair = T.alloc_local((1,), "int32")
         pair[0] = words[0][at * size] & T.int32(0x7FFF7FFF)
         for i in T.unroll(OCTET // 2 - 1):

@@ -10,7 +10,7 @@ import tilelang.language as T
 
 from tk_serving.quant.kernels.formats import OCTET, bits_of, float_of, fmax, octet_writer, stored_as, view
 from tk_serving.quant.kernels.scales import STORED, mode_of, scale_rule
-from tk_serving.quant.kernels.sources import source
+from tk_serving.quant.kernels.sources import SIZES, source, words_of
 from tk_serving.quant.kernels.tiles import (
     HALVES,
     OCTETS,
@@ -27,9 +27,12 @@ from tk_serving.quant.scales import COLUMN, E4M3_COLUMN, PACKED, ROW
 DEAD, LIVE, ZERO = 0, 1, 2
 FEW = 512
 """Up to so many rows dead ones are loaded as well: to know which they are takes longer."""
-EACH = 8
-"""Rows that a warp looks through where most may be dead; their scales fill a sector of memory."""
+SHARED_ROWS = 32
+"""Rows that the warps of a block share where most may be dead: one for each lane of a warp."""
 FULL = 0xFFFFFFFF
+LOCAL_MEMORY = {
+    "by_group": "16 bytes on sm_100a, at the register bound that keeps enough warps on an SM; none on sm_90a"
+}
 
 
 def is_written(state, zero_padding):
@@ -253,25 +256,18 @@ def weights_tensor(mode, rows):
     return T.Tensor((rows,) if mode == "row" else (T.dynamic("tokens"), T.dynamic("topk")), "float32")
 
 
-def live_rows(padding, npc, layout):
-    """Macro ``find(experts, sf, stride, first, rows, lane, part, alive)``: a bit of alive[0] for each of ``EACH`` rows
-    from ``first`` that has an expert. The scales of the others, in the columns of this ``part``, become 0.
-    """
+def padding_scales(npc, layout):
+    """Macro ``clear(sf, stride, row, rows, warp, part, state)``: the scales of a lane's row in the columns of this
+    ``part`` become 0 if it is dead; the warps take turns at the columns."""
     dtype = STORED[layout]
     column_major = layout in (COLUMN, PACKED, E4M3_COLUMN)
     columns = max(1, OCTETS * OCTET // (npc * (4 if layout == PACKED else 1)))  # of scales, in a part
 
     @T.macro
-    def find(experts, sf, stride, first, rows, lane, part, alive):
-        expert = T.alloc_local((1,), "int32")
-        expert[0] = -1
-        if first + lane % EACH < rows:
-            expert[0] = experts[first + lane % EACH]
-        alive[0] = T.call_extern("uint32", "__ballot_sync", T.uint32(FULL), T.cast(expert[0] >= 0, "int32"))
-        for i in T.unroll((columns * EACH + 31) // 32):
-            column = (i * 32 + lane) // EACH
-            row = first + lane % EACH
-            if expert[0] < 0 and column < columns and part * columns + column < sf.shape[1]:
+    def clear(sf, stride, row, rows, warp, part, state):
+        for i in T.unroll((columns + WARPS - 1) // WARPS):
+            column = i * WARPS + warp
+            if state == DEAD and column < columns and part * columns + column < sf.shape[1]:
                 if column_major:
                     by_column = view(sf, (sf.shape[1], stride), dtype)
                     if row < stride:
@@ -279,23 +275,24 @@ def live_rows(padding, npc, layout):
                 elif row < rows:
                     sf[row, part * columns + column] = T.cast(0, dtype)
 
-    return find
+    return clear
 
 
 def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, aligned, zero_padding, rounded):
     """One scale for ``npc`` = 32, 64 or 128 columns; 0 writes bfloat16 or float32.
 
     Without ``zero_padding`` dead rows of the data stay as they are; their scales are 0 all the same. Most may be dead
-    then, so a warp looks through ``EACH`` rows for live ones.
+    then, so a block looks through ``SHARED_ROWS`` at once, and its warps take turns at the live ones.
     """
-    each = 1 if zero_padding else EACH
+    each = 1 if zero_padding else SHARED_ROWS // WARPS
     prepare, weigh = row_reader(weights, padding)
     activate = activation(HALVES, weights is not None, clamp, counters, x, rounded)
     report = count_reporter(counters, WARPS)
     read, values_of = source(x, aligned), source("float32", True).decode
     write = octet_writer(fmt, aligned)
     scales = group_scales(fmt, npc, layout, round_sf) if npc else None
-    find_live = None if zero_padding else live_rows(padding, npc, layout)
+    clear_scales = None if zero_padding else padding_scales(npc, layout)
+    words_of_half = 2 * OCTET * SIZES[x] // 4
     out_dtype, out_bytes = stored_as(fmt)
     column_major = layout in (COLUMN, PACKED, E4M3_COLUMN)
     # Blocks on an SM; without, the compiler takes registers for 5 to 7.
@@ -306,34 +303,25 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
     stride, num_experts = T.dynamic("stride", "int64"), T.dynamic("num_experts")
 
     @T.macro
-    def load(values, raw, row, n, octet, octets):
+    def load(values, raw, row, n, octet, octets, wanted):
+        # One condition for each half: a branch around both is a second one that the loads wait for.
         for h in T.unroll(HALVES):
-            if row < n and octet + h * 32 < octets:
+            if wanted and row < n and octet + h * 32 < octets:
                 read.load(values, row, octet + h * 32, raw, 2 * h)
                 read.load(values, row, octets + octet + h * 32, raw, 2 * h + 1)
 
     @T.macro
-    def convert(given, values, data, sf, stride, row, n, octet, octets, lane, limit, floor, counts):
-        """One row of the tile."""
-        state = T.alloc_local((1,), "int32")
-        place = T.alloc_local((1,), "int32")
-        weight = T.alloc_local((1,), "float32")
-        raw = T.alloc_local((2 * HALVES * OCTET,), x)
+    def finish(raw, state, weight, data, sf, stride, row, n, octet, octets, limit, floor, counts):
+        """What follows the loads of a row."""
         y = T.alloc_local((HALVES * OCTET,), "float32")
         amax = T.alloc_local((HALVES,), "float32")
         inverse = T.alloc_local((HALVES,), "float32")
         eight = T.alloc_local((OCTET,), "float32")
-        prepare(given, row, n, lane, state, place, 0)
-        if padding is None or n <= FEW:
-            load(values, raw, row, n, octet, octets)
-        else:
-            if state[0] != DEAD:
-                load(values, raw, row, n, octet, octets)
-        weigh(given, row, state, place, weight, 0)
+        words = words_of(raw, x)  # zeros of parts of a word have other branches, and the kernel takes longer
         for h in T.unroll(HALVES):
             if octet + h * 32 >= octets:
-                for i in T.unroll(2 * OCTET):
-                    raw[2 * h * OCTET + i] = T.cast(0, x)
+                for i in T.unroll(words_of_half):
+                    words[0][h * words_of_half + i] = 0
         for i in T.unroll(HALVES * OCTET):
             y[i] = T.float32(0.0)
         present = T.cast(octet < octets, "int32") + T.cast(octet + 32 < octets, "int32")
@@ -345,9 +333,55 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
         if npc:
             scales(amax, inverse, sf, stride, row, octet, octets, n, state, floor)
         for h in T.unroll(HALVES):
-            if is_written(state[0], zero_padding) and row < n and octet + h * 32 < octets:
+            if row < n and octet + h * 32 < octets:
                 values_of(y, h, eight)
                 write(data, row, octet + h * 32, eight, inverse[h] if npc else T.float32(1.0))
+
+    @T.macro
+    def convert(given, values, data, sf, stride, row, n, octet, octets, lane, limit, floor, counts):
+        """One row of the tile."""
+        state = T.alloc_local((1,), "int32")
+        place = T.alloc_local((1,), "int32")
+        weight = T.alloc_local((1,), "float32")
+        raw = T.alloc_local((2 * HALVES * OCTET,), x)
+        prepare(given, row, n, lane, state, place, 0)
+        if padding is None or n <= FEW:
+            load(values, raw, row, n, octet, octets, True)
+        else:
+            load(values, raw, row, n, octet, octets, state[0] != DEAD)
+        weigh(given, row, state, place, weight, 0)
+        finish(raw, state, weight, data, sf, stride, row, n, octet, octets, limit, floor, counts)
+
+    @T.macro
+    def convert_live(given, values, data, sf, stride, first, n, octet, octets, thread, part, limit, floor, counts):
+        """The live rows of a block's: each lane looks at one of them, then a warp takes every ``WARPS``-th live one."""
+        lane = thread % 32
+        warp = thread // 32
+        states = T.alloc_local((1,), "int32")
+        places = T.alloc_local((1,), "int32")
+        weights_of_lanes = T.alloc_local((1,), "float32")
+        state = T.alloc_local((1,), "int32")
+        weight = T.alloc_local((1,), "float32")
+        left = T.alloc_local((1,), "uint32")  # a bit for each row
+        at = T.alloc_local((1,), "int32")
+        row = T.alloc_local((1,), "int64")  # a variable: an expression is slow to compile in place
+        raw = T.alloc_local((2 * HALVES * OCTET,), x)
+        prepare(given, first + lane, n, lane, states, places, 0)
+        left[0] = T.call_extern("uint32", "__ballot_sync", T.uint32(FULL), T.cast(states[0] != DEAD, "int32"))
+        clear_scales(sf, stride, first + lane, n, warp, part, states[0])
+        weigh(given, first + lane, states, places, weights_of_lanes, 0)
+        for i in T.unroll(WARPS - 1):
+            if i < warp:
+                left[0] = left[0] & (left[0] - T.uint32(1))
+        while left[0] != T.uint32(0):
+            at[0] = T.call_extern("int32", "__ffs", T.cast(left[0], "int32")) - 1
+            row[0] = first + at[0]
+            load(values, raw, row[0], n, octet, octets, True)
+            state[0] = T.shfl_sync(states[0], at[0], 32)
+            weight[0] = T.shfl_sync(weights_of_lanes[0], at[0], 32)
+            finish(raw, state, weight, data, sf, stride, row[0], n, octet, octets, limit, floor, counts)
+            for _ in T.unroll(WARPS):
+                left[0] = left[0] & (left[0] - T.uint32(1))
 
     @T.prim_func
     def swiglu(
@@ -371,23 +405,17 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
             T.assume(width % (2 * OCTET) == 0)
             thread = T.get_thread_binding()
             octets = width // (2 * OCTET)
-            first = row_of(by, bz, thread) * each
             octet = first_octet(bx, thread)
             given = Rows(positions, row_weights, experts, psum, factor, alignment)
             counts = T.alloc_local((4,), "int32")
-            alive = T.alloc_local((1,), "uint32")
             for c in T.unroll(4):
                 counts[c] = 0
-            lane = thread % 32
             if zero_padding:
-                convert(given, values, data, sf, stride, first, n, octet, octets, lane, limit, floor, counts)
+                row = row_of(by, bz, thread)
+                convert(given, values, data, sf, stride, row, n, octet, octets, thread % 32, limit, floor, counts)
             else:
-                find_live(experts, sf, stride, first, n, lane, bx, alive)
-                for i in T.unroll(each, unroll_factor=1):
-                    if (alive[0] >> T.cast(i, "uint32")) & T.uint32(1) != T.uint32(0):
-                        row = T.alloc_local((1,), "int64")  # a variable: an expression is slow to compile in place
-                        row[0] = first + i
-                        convert(given, values, data, sf, stride, row[0], n, octet, octets, lane, limit, floor, counts)
+                first = row_of(by, bz, 0) * each
+                convert_live(given, values, data, sf, stride, first, n, octet, octets, thread, bx, limit, floor, counts)
             if counters:
                 report(counts, totals, thread)
 

@@ -53,7 +53,11 @@ def experts(
         utils.deepgemm_unpermute_and_reduce(down, ids, weights, inverse, None, output)
         return moved, quantised, output.add_(reduce["shared"])
 
-    return PeerCall(run)
+    def result(found: tuple) -> tuple:
+        (rows, scales, _, positions, _), *_ = found
+        return by_pair(ids, weights, positions, (rows, scales))
+
+    return PeerCall(run, result)
 
 
 def shared_expert(swiglu: dict[str, Any]) -> PeerCall:

@@ -60,6 +60,7 @@ def mhc_pre_fused(
     norm_eps: float = 1e-6,
     delayed: bool = False,
     pre_mix: Tensor | None = None,
+    rms_before_rounding: bool = False,
     **cast: Any,
 ) -> PeerCall:
     """``mhc_pre_tilelang`` (``mhc_pre_delayed_tilelang``) with the norm inside, then the group cast."""
@@ -98,6 +99,7 @@ def mhc_post_pre_fused(
     norm_eps: float = 1e-6,
     delayed: bool = False,
     pre_mix: Tensor | None = None,
+    rms_before_rounding: bool = False,
     **cast: Any,
 ) -> PeerCall:
     """``mhc_fused_post_pre_tilelang`` (``..._delayed_...``) with the norm inside, then the group cast."""

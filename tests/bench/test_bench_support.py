@@ -1,0 +1,64 @@
+"""The README's table of supported models, from the records of both engines."""
+
+import json
+
+from tk_serving.bench.e2e import support
+
+
+def record(engine, version, model, phases, sites, operators, **more):
+    difference = {"max_logprob_diff": 0.0123, **more}
+    return {
+        "engine": engine,
+        "device": "NVIDIA H200",
+        "versions": {engine: version},
+        "rows": [{"model": model, "phase": phase, "ratio": ratio, **difference} for phase, ratio in phases.items()],
+        "settings": {model: {"layers": 3}},
+        "engines": {
+            model: {
+                "stock": {"sites": [], "counters": []},
+                "ours": {
+                    "sites": [[site, "", status, ""] for site, status in sites.items()],
+                    "counters": [{"operator": name, "implementation": "kernel", "calls": 2} for name in operators],
+                },
+            }
+        },
+    }
+
+
+EXPERTS = {
+    "engine": "vllm",
+    "device": "NVIDIA H200",
+    "versions": {"vllm": "0.33.0"},
+    "rows": [
+        {"model": "v4-flash", "phase": "prefill 8000 tokens, experts upcast", "ratio": 1.2, "max_logprob_diff": 1}
+    ],
+    "engines": {"v4-flash": {"upcast": {"sites": [], "counters": []}}},
+}
+
+
+def test_one_table_has_both_engines(tmp_path, monkeypatch):
+    folder = tmp_path / "docs/records"
+    folder.mkdir(parents=True)
+    itself = {"stock_from_itself": {"embedding moved": {"max_logprob_diff": 0.02}}}
+    records = {
+        "e2e-vllm-h200": record(
+            "vllm", "0.33.0", "v4-flash", {"decode 1 sequence": 1.1}, {"mhc-pre": "patched"}, ["b"]
+        ),
+        "e2e-sglang-h200": record(
+            "sglang", "0.5.23", "v3", {"prefill 8000 tokens": 1.05}, {"routing": "stock"}, ["a"], **itself
+        ),
+        "e2e-hopper-fp8-experts": EXPERTS,
+    }
+    for name, content in records.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{support.BEGIN}\nold\n{support.END}\nafter\n")
+    monkeypatch.chdir(tmp_path)
+    assert support.main([]) == 0
+    before, *lines, after = [line for line in readme.read_text().splitlines() if line and not line.startswith("<!--")]
+    assert (before, after) == ("before", "after")
+    assert lines[2:] == [
+        "| v3, 3 layers | sglang 0.5.23, NVIDIA H200 | `a` | `routing` | 0.0123; the engine from itself 0.02 | "
+        "prefill 8000 tokens: 1.05 |",
+        "| v4-flash, 3 layers | vllm 0.33.0, NVIDIA H200 | `b` | - | 0.0123 | decode 1 sequence: 1.10 |",
+    ]
