@@ -99,6 +99,21 @@ class Operator:
 
     def bind(self, *args: Any, **kwargs: Any) -> tuple:
         """The complete positional arguments of a call, defaults included; keyword-only ones may be positional too."""
+        names, defaults = self._defaults
+        rest = names[len(args) :]
+        if len(args) <= len(names) and kwargs.keys() <= set(rest):
+            values = [kwargs.get(name, default) for name, default in zip(rest, defaults[len(args) :], strict=True)]
+            if not any(value is inspect.Parameter.empty for value in values):
+                return (*args, *values)
+        return self._bind_slowly(args, kwargs)
+
+    @functools.cached_property
+    def _defaults(self) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        parameters = self.signature.parameters.values()
+        return tuple(p.name for p in parameters), tuple(p.default for p in parameters)
+
+    def _bind_slowly(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """What Python says about arguments that do not fit; ``Signature.bind`` takes as long as a small kernel."""
         positional = sum(not p.keyword_only for p in self.parameters)
         by_position = dict(zip((p.name for p in self.parameters[positional:]), args[positional:], strict=False))
         bound = self.signature.bind(*args[:positional], *args[len(self.parameters) :], **by_position, **kwargs)

@@ -164,6 +164,29 @@ def _times(row: dict) -> str:
     return both + ("" if row["agree"] else f", differs by {row['difference']:.2g}")
 
 
+def fp4_experts() -> str:
+    """FP4 experts in FP8 inside vLLM, both ways, against stock: times, ratios and memory, as the record has them."""
+    record = json.loads((ROOT / "docs/records/e2e-hopper-fp8-experts.json").read_text())
+    found: dict[str, dict[str, dict]] = {}
+    for row in record["rows"]:
+        step, _, mode = row["phase"].partition(", experts ")
+        found.setdefault(step, {})[mode] = row
+    modes = list(dict.fromkeys(mode for by_mode in found.values() for mode in by_mode))
+
+    def cell(row: dict | None) -> str:
+        if row is None:
+            return "-"
+        kernels = row["gpu_ms"]["stock"] / row["gpu_ms"]["ours"]
+        return f"{row['stock']:.2f} / {row['ours']:.2f} ms, {row['ratio']:.2f} ({kernels:.2f})"
+
+    rows = [[step, *(cell(by_mode.get(mode)) for mode in modes)] for step, by_mode in found.items()]
+    (engines,) = record["engines"].values()
+    own = engines.get("engine's experts")
+    label = "peak memory" + (f" (Marlin alone {own['peak_gib']:.1f})" if own else "")
+    rows.append([label, *(f"{engines[mode]['peak_gib']:.1f} GiB" for mode in modes)])
+    return table(" | ".join(["step", *(f"`{mode}`: stock / ours" for mode in modes)]), rows)
+
+
 SECTIONS = {
     "operators": operators,
     "settings": settings,
@@ -172,6 +195,7 @@ SECTIONS = {
     "vllm-sites": vllm_sites,
     "sglang-sites": sglang_sites,
     "sglang-times": sglang_times,
+    "experts": fp4_experts,
 }
 
 

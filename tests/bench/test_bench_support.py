@@ -62,3 +62,18 @@ def test_one_table_has_both_engines(tmp_path, monkeypatch):
         "prefill 8000 tokens: 1.05 |",
         "| v4-flash, 3 layers | vllm 0.33.0, NVIDIA H200 | `b` | - | 0.0123 | decode 1 sequence: 1.10 |",
     ]
+
+
+def test_the_least_damping_at_which_the_engine_agrees_with_itself_is_named():
+    damped = {
+        str(octaves): {"bounds_apply": octaves > 3, "max_logprob_diff": 0.1 / octaves, "stock_from_itself": {}}
+        for octaves in (3, 5, 7)
+    }
+    found = support.table(
+        [record("vllm", "0.33.0", "v3", {"decode": 1.1}, {}, [], damped=damped, equal=True)]
+    ).splitlines()[-1]
+    assert "| 0.0123; with sublayers damped by 2^5 0.02 (equal) |" in found
+
+
+def test_without_a_record_there_is_no_empty_table():
+    assert support.table([EXPERTS]) == "No whole engine has been measured yet."

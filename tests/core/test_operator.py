@@ -273,3 +273,25 @@ def test_a_tensor_that_ends_before_its_padding_rows_is_refused():
     data, scales = torch.empty(5, 256, dtype=torch.float8_e4m3fn), torch.empty_strided((5, 2), (1, 8))
     with pytest.raises(ValueError, match="expected storage of 16 elements, padding rows included, got 13"):
         find("per_token_cast").into((data, scales), *call)
+
+
+def test_arguments_are_bound_as_python_binds_them():
+    """``bind`` has a fast way for calls that fit; what it returns and refuses is what ``Signature.bind`` does."""
+
+    def outcome(bind, *args):
+        try:
+            return bind(*args)
+        except TypeError as error:
+            return str(error)
+
+    for op in operators():
+        names = [p.name for p in op.parameters]
+        for count in range(len(names) + 2):
+            for keywords in ({}, {names[-1]: 7}, dict.fromkeys(names[count:], 1), {"unknown": 1}):
+                args = tuple(range(count))
+                fast = outcome(lambda a=args, k=keywords, op=op: op.bind(*a, **k))
+                assert fast == outcome(lambda a=args, k=keywords, op=op: op._bind_slowly(a, k)), (
+                    op.name,
+                    count,
+                    keywords,
+                )

@@ -345,8 +345,8 @@ def _record(options: Options) -> dict[str, Any]:
 
 
 def _compare(sides: Mapping[str, Side], options: Options, texts: Mapping[str, int] = TEXTS) -> dict[str, Any]:
-    """Greedy tokens of the same prompts on both sides, and how far the engine is from itself: with an input that differs by
-    rounding, and in smaller batches; as the weights are, and with sublayers that add less."""
+    """Greedy tokens of the same prompts on both sides, and how far the engine is from itself: with an input that
+    differs by rounding, and in smaller batches; as the weights are, and with sublayers that add less."""
     levels: dict[int, dict[str, Any]] = {}
     for octaves in DAMPINGS:
         what, more = ("outputs_damped", {"octaves": octaves, **texts}) if octaves else ("outputs", texts)
@@ -468,6 +468,7 @@ def experts(mode: str, sides: dict[str, Side], options: Options, own: dict[str, 
     """The rows of one mode of FP4 experts, into the record ``own``, which is written after each of them."""
     three = {"stock": sides["stock"], "ours": sides[mode], OWN: sides["ours"]}
     apart = _compare(three, options, {"sequences": 8, "prompt": 512, "tokens": 1})  # one step of 4096 tokens
+    console.print(f"experts {mode}: outputs {apart}")
     own["engines"][options.model][OWN] = sides["ours"].do("state")
     sizes = [options.prefill, *(n for n in CROSSING if n < options.prefill)]
     for phase, size in [*(("prefill", n) for n in sizes), *(("decode", n) for n in sorted(options.sizes))]:

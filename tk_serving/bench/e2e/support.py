@@ -40,7 +40,7 @@ def table(records: Iterable[Mapping[str, Any]]) -> str:
                 ", ".join(f"{row['phase']}: {row['ratio']:.2f}" for row in rows),
             )
             lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join(lines) if len(lines) > 2 else "No whole engine has been measured yet."
 
 
 def _difference(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -48,7 +48,11 @@ def _difference(rows: Sequence[Mapping[str, Any]]) -> str:
     worst = max(rows, key=lambda row: row["max_logprob_diff"])
     noise = [other["max_logprob_diff"] for other in worst.get("stock_from_itself", {}).values()]
     itself = f"; the engine from itself {max(noise):.3g}" if noise else ""
-    return f"{worst['max_logprob_diff']:.3g}{itself}"
+    damped = {n: level for n, level in worst.get("damped", {}).items() if level["bounds_apply"]}
+    for octaves, level in list(damped.items())[:1]:  # the least at which the engine agrees with itself
+        itself += f"; with sublayers damped by 2^{octaves} {level['max_logprob_diff']:.3g}"
+    verdict = "" if "equal" not in worst else " (equal)" if worst["equal"] else " (not equal)"
+    return f"{worst['max_logprob_diff']:.3g}{itself}{verdict}"
 
 
 def _names(names: Sequence[str]) -> str:
