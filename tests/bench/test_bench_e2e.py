@@ -209,6 +209,7 @@ def test_sides_alternate_and_the_first_measurement_is_thrown_away():
     assert (row["phase"], row["stock"], row["ours"], row["ratio"]) == ("decode 8 sequences", 3.0, 2.0, 1.5)
     assert row["gpu_ms_by_family"] == {"stock": {"routing": 3.0}, "ours": {"routing": 2.0}}
     assert row["launches"] == {"stock": 2.0, "ours": 2.0}
+    assert row["rounds_ms"] == {"stock": [3.0, 3.0], "ours": [2.0, 2.0]}
     assert [seed for _, seed in sides["ours"].log] == [10, 11, 12, None], "both sides get the same prompts"
     assert sides["ours"].log == sides["stock"].log
 
@@ -266,6 +267,7 @@ class Damped(Texts):
         (0.0, 0.0, 0, True),
         (0.1, 0.05, 9, False),
         (0.055, 0.05, 3, False),  # the engine never agrees with itself: nothing shows that ours does
+        (0.001, 0.05, 3, True),  # ours keeps the bounds where the engine itself does not
         (0.001, 0.0, 9, True),
         (0.004, 0.0, 9, False),
     ],

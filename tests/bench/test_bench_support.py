@@ -75,5 +75,28 @@ def test_the_least_damping_at_which_the_engine_agrees_with_itself_is_named():
     assert "| 0.0123; with sublayers damped by 2^5 0.02 (equal) |" in found
 
 
+def test_ratios_of_the_kernels_stand_beside_those_of_the_steps():
+    found = record("vllm", "0.33.0", "v3", {"decode": 0.99}, {}, [])
+    found["rows"][0]["kernels_ratio"] = 1.079
+    assert "| decode: 0.99 (kernels 1.08) |" in support.table([found])
+
+
+def test_a_model_whose_speed_was_not_compared_has_a_line_with_its_outputs(tmp_path, monkeypatch):
+    served = record("vllm", "0.33.0", "v3.2", {}, {"routing": "patched"}, ["a"])
+    served["outputs"] = {"v3.2": {"max_logprob_diff": 0.0156}}
+    folder = tmp_path / "docs/records"
+    folder.mkdir(parents=True)
+    (folder / "served-vllm-h200.json").write_text(json.dumps(served))
+    (tmp_path / "README.md").write_text(f"{support.BEGIN}\n{support.END}\n")
+    monkeypatch.chdir(tmp_path)
+    support.main([])
+    assert (
+        "| v3.2, 3 layers | vllm 0.33.0, NVIDIA H200 | `a` | - | 0.0156 | not compared |"
+        in (tmp_path / "README.md").read_text()
+    )
+    del served["outputs"]
+    assert support.table([served]) == "No whole engine has been measured yet."
+
+
 def test_without_a_record_there_is_no_empty_table():
     assert support.table([EXPERTS]) == "No whole engine has been measured yet."

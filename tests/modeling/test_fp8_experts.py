@@ -1,6 +1,8 @@
 """FP4 experts in FP8: numbers of the chain, what it costs in accuracy, the choice, the shared workspace, refusals."""
 
 import functools
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tk_serving.quant import marlin
 from tk_serving.quant.formats import decode_e2m1
 from tk_serving.quant.scales import of_exponents
 
+RECORDS = Path(__file__).parents[2] / "docs/records"
 EXPERTS, HIDDEN, INTERMEDIATE, TOPK, LIMIT = 4, 128, 256, 3, 2.0
 
 
@@ -206,6 +209,19 @@ def test_threshold_is_the_measured_number_of_pairs_for_each_expert(mode, topk, e
     assert threshold * topk >= PAIRS_PER_EXPERT[mode] * experts > (threshold - 1) * topk
     assert policy.takes(threshold, topk, experts)
     assert not policy.takes(threshold - 1, topk, experts)
+
+
+@pytest.mark.parametrize("mode", ["upcast", "resident"])
+def test_no_step_that_was_slower_in_the_engine_is_taken(mode):
+    record = json.loads((RECORDS / "e2e-hopper-fp8-experts.json").read_text())
+    found = {}
+    for row in record["rows"]:
+        step, _, measured = row["phase"].partition(", experts ")
+        if step.startswith("prefill") and measured == mode:
+            found[int(step.split()[1])] = row["kernels_ratio"]
+    policy = Policy(mode)
+    assert len([n for n in found if policy.takes(n, 6, 256)]) >= 3
+    assert all(ratio > 1 / 1.02 for n, ratio in found.items() if policy.takes(n, 6, 256))
 
 
 def test_threshold_may_be_set_and_stock_never_runs():

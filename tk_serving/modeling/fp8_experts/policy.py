@@ -7,9 +7,12 @@ from dataclasses import dataclass
 MODES = ("upcast", "resident", "stock")
 """FP8 weights of one layer at a time in a shared workspace; of all layers, beside the FP4 ones; never."""
 
-PAIRS_PER_EXPERT = {"upcast": 72, "resident": 6}
+PAIRS_PER_EXPERT = {"upcast": 72, "resident": 36}
 """(token, choice) pairs for each expert from which on the FP8 path is taken; measured against Marlin on an H200, one
-layer (docs/records/fp4-experts-layer-h200.json) and inside vLLM (docs/records/e2e-hopper-fp8-experts.json).
+layer (docs/records/fp4-experts-layer-h200.json) and inside vLLM (docs/records/e2e-hopper-fp8-experts.json). The engine
+decides: alone, a layer with resident weights wins from 6 pairs on; with the engine's routing it loses up to 12 and wins
+from 48. In between it crosses at 17 if Marlin's time is a straight line there, at 27 if its slope beyond 48 goes on
+below.
 
 Both the upcast and the time that the other path takes for each pair grow with the size of an expert, so that their
 ratio hardly depends on hidden size, intermediate size, tensor or expert parallelism.
