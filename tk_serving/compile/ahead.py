@@ -42,7 +42,14 @@ class Built:
 
 def jobs(models: Sequence[str], archs: Sequence[str]) -> list[Job]:
     """The kernels that the models need, each once."""
-    return [job for job, _ in _needed(models, archs)]
+    found: dict[str, Job] = {}
+    for op in operators():
+        wanted = [workload for workload in op.built if workload.model in models]
+        for launch, label in op.shape_classes(wanted).items():
+            for arch in archs:
+                name = cache.digest(launch, arch)
+                found.setdefault(name, Job(op.name, label, str(launch), name, arch))
+    return list(found.values())
 
 
 def build(
@@ -91,17 +98,16 @@ def write_manifest(
 
 
 def load_all(folder: pathlib.Path, arch: str) -> int:
-    """Load every kernel of a prebuilt cache for one architecture; the number of them.
+    """Open every kernel of a prebuilt cache for one architecture, so that no call waits for the disk; their number.
 
     Raises:
         CacheRefusedError: the cache is not one of this installation, or a file is damaged.
     """
-    ahead = cache.Prebuilt(folder)
-    names = {digest: entry for digest, entry in ahead.manifest["kernels"].items() if entry["arch"] == arch}
-    for job, launch in _needed(ahead.manifest["models"], [arch]):
-        if job.digest in names:
-            kernels.load(launch, arch)
-    return len(names)
+    entries = cache.Prebuilt(folder).manifest["kernels"].values()
+    files = [folder / entry["file"] for entry in entries if entry["arch"] == arch]
+    for file in files:
+        kernels.opened(file)
+    return len(files)
 
 
 def quietly(launch: Launch, arch: str, folder: pathlib.Path) -> pathlib.Path:
@@ -110,17 +116,6 @@ def quietly(launch: Launch, arch: str, folder: pathlib.Path) -> pathlib.Path:
 
     tilelang.logger.setLevel(logging.ERROR)  # its import sets a level of its own
     return kernels.build(launch, arch, folder)
-
-
-def _needed(models: Sequence[str], archs: Sequence[str]) -> list[tuple[Job, Launch]]:
-    found: dict[str, tuple[Job, Launch]] = {}
-    for op in operators():
-        wanted = [workload for workload in op.built if workload.model in models]
-        for launch, label in op.shape_classes(wanted).items():
-            for arch in archs:
-                name = cache.digest(launch, arch)
-                found.setdefault(name, (Job(op.name, label, str(launch), name, arch), launch))
-    return list(found.values())
 
 
 def _launch(job: Job) -> Launch:

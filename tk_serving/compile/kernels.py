@@ -18,7 +18,17 @@ from tk_serving.compile.targets import PASS_CONFIGS, arch_of, target
 from tk_serving.config import settings
 from tk_serving.plan import Launch
 
-__all__ = ["KernelUnavailableError", "arch_of", "build", "compilations", "cuda_source", "load", "loaded", "unavailable"]
+__all__ = [
+    "KernelUnavailableError",
+    "arch_of",
+    "build",
+    "compilations",
+    "cuda_source",
+    "load",
+    "loaded",
+    "opened",
+    "unavailable",
+]
 
 log = logging.getLogger(__name__)
 
@@ -108,11 +118,13 @@ def _load(launch: Launch, arch: str) -> Callable[..., Any]:
             start = time.perf_counter()
             file = build(launch, arch, cache.local())
             _seconds.setdefault(launch.kernel, []).append(time.perf_counter() - start)
-        _kernels[key] = _open(file)
+        _kernels[key] = opened(file)
         return _kernels[key]
 
 
-def _open(file: pathlib.Path) -> Callable[..., Any]:
+@functools.cache
+def opened(file: pathlib.Path) -> Callable[..., Any]:
+    """The kernel in a file whose checksum was verified; a file is named by its content and opened once."""
     import tvm_ffi
 
     _runtime()
