@@ -2,8 +2,8 @@
 
     python tools/docs.py [--check]
 
-A section stands in docs/*.md between ``<!-- generated: NAME -->`` and ``<!-- end -->``; its text is what the function
-of that name below reads from declarations. Needs neither an engine nor a GPU.
+A section stands in README.md or docs/*.md between ``<!-- generated: NAME -->`` and ``<!-- end -->``; its text is what
+the function of that name below reads from declarations and records. Needs neither an engine nor a GPU.
 """
 
 from __future__ import annotations
@@ -187,7 +187,29 @@ def fp4_experts() -> str:
     return table(" | ".join(["step", *(f"`{mode}`: stock / ours" for mode in modes)]), rows)
 
 
+def speed() -> str:
+    """The figures of the benchmark as a whole."""
+    from tk_serving.bench.record import Record, geometric_mean
+    from tk_serving.bench.targets import WORST
+
+    record = Record.load(ROOT / "docs/records/bench-h200.json")
+    ratios = [row.ratio for row in record.rows if row.ratio is not None]
+    mean, slower = geometric_mean(ratios), sum(ratio < WORST for ratio in ratios)
+    chains: dict[bool, list[float]] = {False: [], True: []}  # by whether it is a part of the layer
+    for row in record.chains:
+        if row.ratio is not None:
+            chains[":" in row.chain].append(row.ratio)
+    layer, routing = (f"{min(values):.2f} to {max(values):.2f}" for values in chains.values())
+    return (
+        f"Over all rows with a peer ours are {mean:.2f} times as fast as the fastest one (geometric mean of "
+        f"{len(ratios)} rows, {slower} of them\nbelow {WORST}, the worst {min(ratios):.2f}); the operators around the "
+        f"products of one decoder layer, as one graph, are {layer} times\nas fast as vLLM's, the way from router to "
+        f"quantised expert rows alone {routing}.\n"
+    )
+
+
 SECTIONS = {
+    "speed": speed,
     "operators": operators,
     "settings": settings,
     "metrics": metrics,
@@ -209,7 +231,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a section is not current")
     check = parser.parse_args().check
     stale = []
-    for page in sorted((ROOT / "docs").glob("*.md")):
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         old = page.read_text()
         new = current(old)
         if new != old:

@@ -1,6 +1,7 @@
 """The README's table of supported models, from the records of both engines."""
 
 import json
+from pathlib import Path
 
 from tk_serving.bench.e2e import support
 
@@ -100,3 +101,11 @@ def test_a_model_whose_speed_was_not_compared_has_a_line_with_its_outputs(tmp_pa
 
 def test_without_a_record_there_is_no_empty_table():
     assert support.table([EXPERTS]) == "No whole engine has been measured yet."
+
+
+def test_the_table_in_the_readme_is_that_of_the_records():
+    root = Path(__file__).parents[2]
+    records = [path for pattern in support.RECORDS for path in sorted(root.glob(pattern))]
+    table = support.table([json.loads(path.read_text()) for path in records])
+    readme = (root / "README.md").read_text()
+    assert support.rewrite(readme, table) == readme, "run python -m tk_serving.bench.e2e.support"

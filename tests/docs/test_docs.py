@@ -78,14 +78,17 @@ def _generator():
     return module
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+GENERATED = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", GENERATED, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_generated_sections_are_current(page):
     text = page.read_text()
     assert _generator().current(text) == text, "run python tools/docs.py"
 
 
 def test_every_generated_section_is_shown():
-    text = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    text = "".join(page.read_text() for page in GENERATED)
     generator = _generator()
     assert set(generator.SECTIONS) == {found[1] for found in generator.MARK.findall(text)}
 

@@ -108,13 +108,12 @@ def _is_image(token_ids: Tensor, first: int) -> Tensor:
     """The mask of rows that stand for parts of an image, computed once for all layers of a pass."""
     from vllm.forward_context import get_forward_context, is_forward_context_available
 
-    if not is_forward_context_available():
-        return (token_ids >= first) & (token_ids < first + _IMAGE_IDS)
-    context, place = get_forward_context(), (token_ids.data_ptr(), token_ids.shape, first)
-    kept = vars(context).get(_IMAGES)
+    kept_in = vars(get_forward_context()) if is_forward_context_available() else {}
+    place = (token_ids.data_ptr(), token_ids.shape, first)
+    kept = kept_in.get(_IMAGES)
     if kept is None or kept[0] != place:
         mask = (token_ids >= first) & (token_ids < first + _IMAGE_IDS)
-        kept = vars(context)[_IMAGES] = (place, mask)
+        kept = kept_in[_IMAGES] = (place, mask)
     return kept[1]
 
 

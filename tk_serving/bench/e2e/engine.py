@@ -115,24 +115,6 @@ class Engine(ABC):
         self.generate(1, 16, 4, seed=6)
         return {"rows": comparing.rows(), "first": comparing.first()}
 
-    def outputs_with(self, sites: Sequence[str], **texts: int) -> dict[str, Any]:
-        """:meth:`outputs` with these sites replaced, and none compared; needs ``TK_SERVING_COMPARE``."""
-        from tk_serving_patches import comparing
-
-        with comparing.only(sites):
-            return self.outputs(**texts)
-
-    def influence(self, groups: Sequence[Sequence[str]], **texts: int) -> dict[str, Any]:
-        """:meth:`outputs` of the engine alone, and with one group of sites replaced at a time; needs
-        ``TK_SERVING_COMPARE``."""
-        found: dict[str, Any] = {}
-        for group in [(), *groups]:
-            try:
-                found[" + ".join(group)] = self.outputs_with(group, **texts)
-            except Exception as error:
-                found[" + ".join(group)] = {"error": f"{type(error).__name__}: {error}"}
-        return found
-
     def wrong(
         self, operators: Sequence[str], factor: float, dampings: Sequence[int], **texts: int
     ) -> dict[str, dict[str, Any]]:
