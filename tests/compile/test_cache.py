@@ -70,8 +70,9 @@ def test_kernel_of_a_copied_cache_loads_without_a_compiler(copy):
 
 def test_a_server_loads_prebuilt_kernels_without_importing_tilelang(copy):
     probe = (
-        "import sys, pathlib; from tk_serving.compile import ahead;"
-        f"assert ahead.load_all(pathlib.Path({str(copy)!r}), {ARCH!r}) == 1; assert 'tilelang' not in sys.modules"
+        "import sys, pathlib; from tk_serving.compile import ahead, kernels;"
+        f"assert ahead.load_all(pathlib.Path({str(copy)!r}), {ARCH!r}) == 1; assert 'tilelang' not in sys.modules;"
+        "assert kernels.opened.cache_info().currsize == 1"
     )
     env = {**os.environ, "TK_SERVING_JIT": "forbid", "TK_SERVING_KERNEL_CACHE": str(copy), "PATH": "/nonexistent"}
     env.pop("CUDA_HOME", None)
