@@ -5,22 +5,12 @@ on their first launch.
 """
 
 import importlib
+import pkgutil
 from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBMODULES = (
-    "quant",
-    "moe",
-    "engram",
-    "mhc",
-    "transpose",
-    "transform",
-    "modeling",
-    "config",
-    "reference",
-    "simulator",
-)
+_SUBMODULES = frozenset(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def __getattr__(name: str) -> Any:

@@ -40,14 +40,22 @@ class Settings(BaseSettings):
     log: Literal["", "api"] = Field(
         default="", description="`api`: write shapes and dtypes of every call to stderr before it is launched"
     )
-    experts: Literal["upcast", "resident", "stock"] = Field(
+    experts: Literal["w4a8", "upcast", "resident", "stock"] = Field(
         default="stock",
-        description="FP4 experts in FP8 on Hopper: `upcast` by layer, `resident` FP8 weights beside FP4, or `stock`",
+        description="FP4 experts with FP8 activations on Hopper: `w4a8` multiplies FP4 weights as they are, `upcast` "
+        "makes them FP8 layer by layer, `resident` keeps FP8 weights beside them, `stock` leaves all to the engine",
     )
     experts_min_tokens: int = Field(
-        default=0, ge=0, description="tokens of a step from which on FP4 experts run in FP8; 0: as measured"
+        default=0,
+        ge=0,
+        description="tokens of a step from which on `upcast` and `resident` run in FP8; 0: as measured",
     )
     nvtx: bool = Field(default=False, description="an NVTX range around every call, for Nsight Systems")
+    pdl: bool = Field(
+        default=True,
+        description="programmatic dependent launch: a kernel starts before the one before it has ended, and waits for "
+        "that itself; `0` builds and runs kernels without it",
+    )
     print_kernel_source: bool = Field(
         default=False, description="print the generated CUDA of every kernel that is built"
     )
@@ -100,6 +108,11 @@ def get_device_num_sms() -> int:
     return 132
 
 
+def num_sms_bound() -> int | None:
+    """The bound that :func:`set_num_sms` has set."""
+    return _num_sms
+
+
 def get_num_sms() -> int:
     """Bound on the blocks of persistent kernels; the whole device by default."""
     return get_device_num_sms() if _num_sms is None else _num_sms
@@ -116,6 +129,22 @@ def set_num_sms(n: int) -> None:
     if not 1 <= n <= limit:
         raise ValueError(f"set_num_sms: n: expected 1 to {limit}, got {n}")
     _num_sms = n
+
+
+def get_pdl() -> bool:
+    """Whether kernels use programmatic dependent launch."""
+    return settings.pdl
+
+
+def set_pdl(enabled: bool) -> None:
+    """Switch programmatic dependent launch on or off for the calls that follow. No result depends on it.
+
+    Raises:
+        TypeError: enabled is no bool.
+    """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"set_pdl: enabled: expected a bool, got {type(enabled).__name__}")
+    settings.pdl = enabled
 
 
 def get_token_alignment() -> int:

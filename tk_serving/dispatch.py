@@ -6,10 +6,10 @@ support, a call that no kernel covers, a kernel that may not be compiled now; el
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tk_serving import tracing
+from tk_serving.compile.targets import arch_of
 from tk_serving.config import settings
 from tk_serving.plan import Existing, Given, Out, Plan
 
@@ -42,7 +43,7 @@ _KERNEL, _SIMULATOR = Decision(KERNEL), Decision(SIMULATOR)
 _NOTHING = Decision(NOTHING, "no tokens")
 _CPU = Decision(REFERENCE, "CPU tensors")
 
-_counts: Counter[tuple[str, Decision]] = Counter()
+_counts: dict[tuple[str, str, str], int] = {}
 _lock = threading.Lock()
 
 
@@ -58,11 +59,16 @@ def decide(op: Operator, plan: Plan, device: torch.device) -> Decision:
         return Decision(REFERENCE, plan.refusal)
     if device.type == "cpu":
         return _SIMULATOR
+    if device.index in plan.loaded:
+        return _KERNEL
     if device.type != "cuda":
         return Decision(REFERENCE, f"{device.type} tensors")
     capability = _capability(device.index)
     if capability < MIN_CAPABILITY:
         return Decision(REFERENCE, "compute capability {}.{} is below 9.0".format(*capability))
+    for launch in plan.launches:
+        if arch_of(capability) not in launch.archs:
+            return Decision(REFERENCE, f"{launch.kernel} is for {' and '.join(launch.archs)} only")
     if settings.jit == "forbid":
         from tk_serving.compile import kernels
 
@@ -102,10 +108,14 @@ def _run(op: Operator, plan: Plan, args: tuple, device: torch.device, implementa
         return outputs
     from tk_serving.compile import kernels
 
-    arch = kernels.arch_of(_capability(device.index))
-    with torch.cuda.device(device):
-        for launch in plan.launches:
-            kernels.load(launch, arch)(*launch.arguments(buffers, *args))
+    loaded = plan.loaded.get(device.index)
+    if loaded is None:
+        arch = kernels.arch_of(_capability(device.index))
+        loaded = plan.loaded[device.index] = tuple(kernels.load(launch, arch) for launch in plan.launches)
+    here = torch.cuda.current_device() == device.index
+    with contextlib.nullcontext() if here else torch.cuda.device(device):
+        for kernel, launch in zip(loaded, plan.launches, strict=True):
+            kernel(*launch.arguments(buffers, *args))
     return outputs
 
 
@@ -114,11 +124,11 @@ run = tracing.traced(_run)  # _run itself unless TK_SERVING_LOG or TK_SERVING_NV
 
 def count(operator: str, decision: Decision) -> None:
     """Count one call; the first call with a new reason is logged."""
-    key = (operator, decision)
+    key = (operator, decision.implementation, decision.reason)
     with _lock:
-        _counts[key] += 1
-        first = _counts[key] == 1
-    if first and decision.reason and decision.implementation != NOTHING:
+        before = _counts.get(key, 0)
+        _counts[key] = before + 1
+    if not before and decision.reason and decision.implementation != NOTHING:
         log.info("%s: runs the %s implementation: %s", operator, decision.implementation, decision.reason)
 
 
@@ -130,8 +140,8 @@ def counters() -> list[dict[str, Any]]:
     with _lock:
         items = list(_counts.items())
     rows = [
-        {"operator": name, "implementation": d.implementation, "reason": d.reason, "calls": calls}
-        for (name, d), calls in items
+        {"operator": name, "implementation": implementation, "reason": reason, "calls": calls}
+        for (name, implementation, reason), calls in items
     ]
     return sorted(rows, key=lambda row: (row["operator"], row["implementation"], row["reason"]))
 

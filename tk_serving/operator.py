@@ -14,6 +14,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import pathlib
 import pkgutil
 import sys
 import types
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tk_serving import dispatch
+from tk_serving import dispatch, kept
 from tk_serving.compare import Equality
 from tk_serving.config import settings
 from tk_serving.plan import Existing, Launch, Out, Plan
@@ -33,7 +34,8 @@ from tk_serving.workloads import Maker, Workload
 
 __all__ = ["Existing", "Launch", "Operator", "Out", "Plan", "Quantized", "find", "load_family", "operator", "operators"]
 
-FAMILIES = ("quant", "moe", "engram", "mhc", "transpose", "transform")
+FAMILIES = tuple(sorted(kernels.parent.name for kernels in pathlib.Path(__file__).parent.glob("*/kernels")))
+"""The folders with kernels."""
 
 Quantized = tuple[Tensor, Tensor]
 """``(data, sf)``: quantised values and their dequantisation multipliers."""
@@ -187,7 +189,7 @@ class Operator:
 
     def _impl(self, *flat: Any) -> Any:
         args = self._unflatten(flat)
-        plan = self.plan(*args)
+        plan = kept.plan(self, args)
         if settings.check and self.verify is not None:
             self.verify(*args)
         return self._returned(plan, dispatch.run(self, plan, args, _device(args)))

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tk_serving.compile.targets import ARCHS
+from tk_serving.config import get_pdl
+
 
 @dataclass(frozen=True)
 class Out:
@@ -79,15 +82,19 @@ class Launch:
         config: compile-time arguments of the builder; two launches with equal kernel and config share one binary.
         arguments: ``arguments(outputs, *public arguments)`` gives the run-time arguments of the ``prim_func``;
             ``outputs`` are the plan's outputs followed by its scratch tensors.
+        archs: the architectures that the kernel is for.
+        pdl: whether it uses programmatic dependent launch, see :mod:`tk_serving.compile.pdl`.
     """
 
     kernel: str
     config: dict[str, Any]
     arguments: Callable[..., Sequence[Any]]
+    archs: tuple[str, ...] = ARCHS
+    pdl: bool = field(default_factory=get_pdl)
     key: tuple = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", (self.kernel, *sorted(self.config.items())))
+        object.__setattr__(self, "key", (self.kernel, *sorted(self.config.items()), ("pdl", self.pdl)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Launch) and self.key == other.key
@@ -118,12 +125,14 @@ class Plan:
         launches: kernels in launch order; empty when there is no work (zero tokens): outputs are then zero-filled.
         scratch: temporaries that the launches share.
         refusal: why no kernel can run this call although the contract allows it; the reference runs instead.
+        loaded: the kernels of the launches, by the device on which they ran.
     """
 
     outputs: tuple[Out | Existing | Given | None, ...]
     launches: tuple[Launch, ...] = ()
     scratch: tuple[Out, ...] = ()
     refusal: str | None = None
+    loaded: dict[int, tuple[Callable[..., Any], ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def into(self, tensors: Sequence[Tensor | None]) -> Plan:
         """The same call writing to these tensors instead of allocating.

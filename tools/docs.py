@@ -164,9 +164,95 @@ def _times(row: dict) -> str:
     return both + ("" if row["agree"] else f", differs by {row['difference']:.2g}")
 
 
-def fp4_experts() -> str:
-    """FP4 experts in FP8 inside vLLM, both ways, against stock: times, ratios and memory, as the record has them."""
-    record = json.loads((ROOT / "docs/records/e2e-hopper-fp8-experts.json").read_text())
+def sglang_phases() -> str:
+    """Whole engines of SGLang, stock against ours, as the record has them."""
+    record = json.loads((ROOT / "docs/records/e2e-sglang-h200.json").read_text())
+    rows = []
+    for row in record["rows"]:
+        verdict = "equal" if row.get("equal") else "not equal"
+        times = f"{row['stock']:.3f} / {row['ours']:.3f}"
+        kernels = f"{row['gpu_ms']['stock']:.3f} / {row['gpu_ms']['ours']:.3f}"
+        rows.append([row["model"], row["phase"], times, f"{row['ratio']:.2f}", kernels, verdict])
+    return table("model | phase | stock / ours, ms | ratio | sum of the kernels, ms | outputs", rows)
+
+
+NOT_OURS = frozenset(("routed experts", "attention", "dense products", "other", "copies", "compiled"))
+TARGETS = {
+    ("v4-flash", "decode 1 sequence"): 1.15,
+    ("v4-flash", "decode 8 sequences"): 1.08,
+    ("v4-flash", "decode 64 sequences"): 1.03,
+    ("v4-flash", "prefill 8000 tokens"): 1.03,
+    ("v3", "decode 1 sequence"): 1.05,
+    ("v3", "prefill 8000 tokens"): 1.05,
+}
+"""What a step of vLLM is to gain."""
+
+
+def vllm_record() -> dict:
+    return json.loads((ROOT / "docs/records/e2e-vllm-h200.json").read_text())
+
+
+def vllm_phases() -> str:
+    """Steps of vLLM, stock against ours, with what the replaced kernels have to do with it."""
+    rows = []
+    for row in vllm_record()["rows"]:
+        families, kernels = row["gpu_ms_by_family"], row["gpu_ms"]
+        replaced = {side: sum(ms for f, ms in families[side].items() if f not in NOT_OURS) for side in families}
+        target = TARGETS.get((row["model"], row["phase"]))
+        rows.append(
+            [
+                row["model"],
+                row["phase"],
+                f"{row['stock']:.3f} / {row['ours']:.3f}",
+                f"{row['ratio']:.3f}",
+                f"{row['kernels_ratio']:.3f}",
+                f"{target:.2f}" if target else "-",
+                f"{replaced['stock']:.3f} / {replaced['ours']:.3f}",
+                f"{kernels['stock'] / (kernels['stock'] - replaced['stock']):.2f}",
+            ]
+        )
+    return table(
+        "model | phase | ms of a step, stock / ours | ratio | of the kernels | target | replaced kernels, ms | "
+        "if they took no time",
+        rows,
+    )
+
+
+def vllm_outputs() -> str:
+    """How far outputs are apart, and how far stock is from itself."""
+    rows = []
+    for model, row in {row["model"]: row for row in vllm_record()["rows"]}.items():
+        for octaves, level in {"": row, **row["damped"]}.items():
+            itself = [f"{name}: {_apart(other)}" for name, other in level["stock_from_itself"].items()]
+            verdict = "bounds" if level["bounds_apply"] else "noise"
+            passes = f"{'passes' if level['passes'] else 'fails'} ({verdict})"
+            rows.append([model, f"2^{octaves}" if octaves else "none", _apart(level), "; ".join(itself), passes])
+    return table("model | damping | ours from stock, mean (largest) | stock from itself | verdict", rows)
+
+
+def _apart(level: dict) -> str:
+    return f"{level['mean_logprob_diff']:.4f} ({level['max_logprob_diff']:.3f})"
+
+
+def vllm_bench() -> str:
+    """``vllm bench`` on both engines."""
+    rows = [
+        [model, name, f"{run['stock']:.4g} / {run['ours']:.4g} {run['unit']}", f"{run['ratio']:.3f}"]
+        for model, runs in vllm_record().get("vllm_bench", {}).items()
+        for name, run in runs.items()
+    ]
+    return table("model | `vllm bench` | stock / ours | ratio", rows)
+
+
+def sglang_experts() -> str:
+    """FP4 experts in SGLang, as they are multiplied with our product, against stock."""
+    return fp4_experts("e2e-sglang-fp8-experts.json")
+
+
+def fp4_experts(name: str = "e2e-hopper-fp8-experts.json") -> str:
+    """FP4 experts in FP8 inside an engine, in every way, against stock: times, ratios and memory, as the record has
+    them."""
+    record = json.loads((ROOT / "docs/records" / name).read_text())
     found: dict[str, dict[str, dict]] = {}
     for row in record["rows"]:
         step, _, mode = row["phase"].partition(", experts ")
@@ -217,7 +303,12 @@ SECTIONS = {
     "vllm-sites": vllm_sites,
     "sglang-sites": sglang_sites,
     "sglang-times": sglang_times,
+    "sglang-phases": sglang_phases,
+    "sglang-experts": sglang_experts,
     "experts": fp4_experts,
+    "vllm-phases": vllm_phases,
+    "vllm-outputs": vllm_outputs,
+    "vllm-bench": vllm_bench,
 }
 
 

@@ -35,7 +35,7 @@ def lacking(arch: str) -> list[tuple[Launch, str]]:
     """Every launch whose kernel is in no cache yet, each kernel once."""
     found: dict[str, Launch] = {}
     for op in operators():
-        for launch in launches(op):
+        for launch in (one for one in launches(op) if arch in one.archs):
             found.setdefault(cache.digest(launch, arch), launch)
     return [(launch, arch) for launch in found.values() if cache.find(launch, arch) is None]
 

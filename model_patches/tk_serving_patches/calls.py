@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tk_serving import dispatch
+from tk_serving import dispatch, kept
 from tk_serving.config import settings
 from tk_serving.operator import Operator, tensors_of
 from tk_serving.plan import Plan
@@ -46,7 +46,7 @@ def ask(function: Callable[..., Any], device: torch.device, *args: Any, **kwargs
     op: Operator = function.operator  # type: ignore[attr-defined]
     bound = op.bind(*args, **kwargs)
     try:
-        plan = op.plan(*bound)
+        plan = kept.plan(op, bound)
     except (TypeError, ValueError) as error:
         return str(error)
     if device.type != "cpu" or op.name in settings.disable:

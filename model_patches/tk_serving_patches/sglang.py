@@ -18,7 +18,16 @@ HYPER_CONNECTIONS = (
     "mhc-head",
 )
 V3 = ("routing", *EXPERTS, *DENSE)
-V4 = ("routing-scores", "routing-hash", *EXPERTS, *DENSE, "swiglu-clamp", "swiglu-quant", *HYPER_CONNECTIONS)
+V4 = (
+    "routing-scores",
+    "routing-hash",
+    *EXPERTS,
+    "fp4-experts",
+    *DENSE,
+    "swiglu-clamp",
+    "swiglu-quant",
+    *HYPER_CONNECTIONS,
+)
 ENGRAM = ("engram-hash", "engram-gate")
 
 MODELS: dict[str, tuple[str, ...]] = {

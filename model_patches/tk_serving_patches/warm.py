@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from tk_serving.operator import Operator
 log = logging.getLogger(__name__)
 
 _noted: dict[tuple[Any, ...], tuple[Operator, int, tuple[Any, ...]]] = {}
+_made: dict[Hashable, Callable[[int], Iterable[tuple[Any, tuple, dict[str, Any]]]]] = {}
 _open = False
 _MANY = 16  # rows of a tensor for each token, at most
 
@@ -29,6 +30,7 @@ def start() -> None:
     """Note calls from now on."""
     global _open
     _noted.clear()
+    _made.clear()
     _open = True
 
 
@@ -41,6 +43,13 @@ def note(function: Any, tokens: int, args: tuple[Any, ...], kwargs: dict[str, An
     key = (operator.name, *_key(bound, tokens))
     if key not in _noted:
         _noted[key] = (operator, tokens, tuple(_map(bound, _shape)))
+
+
+def note_made(key: Hashable, make: Callable[[int], Iterable[tuple[Any, tuple, dict[str, Any]]]]) -> None:
+    """Note calls whose shapes do not simply grow with the tokens: ``make`` gives (operator, arguments, keyword
+    arguments) for a number of tokens, on meta tensors."""
+    if _open:
+        _made.setdefault(key, make)
 
 
 def run(counts: Iterable[int], device: torch.device) -> int:
@@ -70,6 +79,10 @@ def _launches(count: int) -> Iterator[Any]:
             yield from operator.plan(*resized).launches
         except (TypeError, ValueError) as error:
             log.debug("%s: no plan for %d tokens: %s", operator.name, count, error)
+    for make in _made.values():
+        for function, args, kwargs in make(count):
+            operator = function.operator
+            yield from operator.plan(*operator.bind(*args, **kwargs)).launches
 
 
 def _key(value: Any, tokens: int) -> Iterator[Any]:

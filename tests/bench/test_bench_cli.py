@@ -81,6 +81,21 @@ def test_missing_matplotlib_is_noticed_before_measuring(tmp_path):
     assert "--plot needs matplotlib" in done.stderr
 
 
+def test_engines_of_the_end_to_end_benchmark_take_further_arguments(monkeypatch):
+    from tk_serving.bench import e2e
+
+    options = []
+    monkeypatch.setattr(machine, "missing", list)
+    monkeypatch.setattr(e2e, "run", lambda given: options.append(given) or {"rows": []})
+    done = bench("--e2e", "vllm", "--model", "v3", "--arguments", '{"tensor_parallel_size": 2}')
+    assert done.exit_code == 0, done.output
+    assert [(one.model, one.arguments) for one in options] == [("v3", {"tensor_parallel_size": 2})]
+    for text in ("[2]", "{"):
+        done = bench("--e2e", "vllm", "--arguments", text)
+        assert (done.exit_code, len(options)) == (2, 1)
+        assert "--arguments: expected a JSON object" in done.output
+
+
 def test_nothing_else_imports_the_benchmarks():
     code = (
         "import sys, tk_serving.cli, tk_serving.operator as o; o.operators(); print('tk_serving.bench' in sys.modules)"

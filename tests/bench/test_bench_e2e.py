@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from tk_serving import dispatch
-from tk_serving.bench.e2e import alternate, child, engine, families, models, support, weights
+from tk_serving.bench.e2e import alternate, child, engine, experts, families, models, support, weights
 
 CONFIG = SimpleNamespace(
     hidden_size=256,
@@ -47,6 +47,8 @@ def test_a_model_with_engram_gets_a_tokenizer(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     models.write("v3", 3, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    models.write("v3", 3, tmp_path, tokenizer=True)  # as servers of text need one
+    (tmp_path / "tokenizer.json").unlink()
     models.write("v4.1", 3, tmp_path)
     text = json.loads((tmp_path / "config.json").read_text())["text_config"]
     tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -144,6 +146,20 @@ def test_the_table_of_token_ids_has_distinct_experts():
 def test_the_same_name_has_the_same_values_in_every_process():
     assert torch.equal(parameter("a.b.weight", 64, 64), parameter("a.b.weight", 64, 64))
     assert not torch.equal(parameter("a.b.weight", 64, 64), parameter("a.c.weight", 64, 64))
+
+
+def test_parts_of_a_divided_parameter_differ():
+    def part(ranks):
+        module = torch.nn.Module()
+        module.add_module("a", torch.nn.Linear(8, 8, bias=False))
+        module.add_module("whole", torch.nn.Linear(8, 8, bias=False))
+        weights.fill(module, CONFIG, ranks)
+        return module.a.weight.data, module.whole.weight.data
+
+    first, second = part({"a": 0}), part({"a": 1})
+    assert not torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+    assert torch.equal(first[0], part(None)[0])
 
 
 # -- comparison and record -----------------------------------------------------------------------------------------
@@ -366,6 +382,7 @@ class Whole(FakeSide):
     """In place of an engine's process."""
 
     started: list = []
+    benches: list = []
 
     def __init__(self, name, settings, log, kind):
         super().__init__({"stock": 3.0}.get(name, 2.0))
@@ -386,6 +403,9 @@ class Whole(FakeSide):
         if what == "wrong":
             assert (arguments["operators"], arguments["factor"]) == (["mhc_post"], alternate.WRONG)
             return {str(n): {"": answers((1,)), "mhc_post": answers((1,), shift=0.25)} for n in arguments["dampings"]}
+        if what == "bench":
+            Whole.benches.append((self.name, arguments["command"]))
+            return {"avg_latency": {"stock": 3.0}.get(self.name, 2.0), "tokens_per_second": len(Whole.benches)}
         return answers((1, 2)) if what.startswith("outputs") else super().do(what, **arguments)
 
     def end(self):
@@ -396,6 +416,7 @@ def test_a_whole_run(tmp_path, monkeypatch):
     monkeypatch.setattr(alternate, "Side", Whole)
     monkeypatch.setattr(alternate, "_record", lambda options: {"device": "test", "rows": []})
     Whole.started.clear()
+    Whole.benches.clear()
     options = alternate.Options(
         sizes=(8, 1), rounds=1, json=tmp_path / "r.json", experts=tmp_path / "x.json", logs=tmp_path / "logs"
     )
@@ -404,32 +425,32 @@ def test_a_whole_run(tmp_path, monkeypatch):
     phases = ["decode 1 sequence", "prefill 8000 tokens", "decode 8 sequences"]
     assert [(row["phase"], row["ratio"]) for row in record["rows"]] == [(phase, 1.5) for phase in phases]
     assert record["sites"]["v4-flash"]["first"] is None
+    assert [name for name, _ in Whole.benches[:4]] == ["stock", "ours", "ours", "stock"]
+    found = record["vllm_bench"]["v4-flash"]
+    assert found["latency, batch size 8"]["ratio"] == 1.5
+    assert found["throughput"]["runs"] == {"stock": [13, 16], "ours": [14, 15]}
+    assert (found["throughput"]["stock"], found["throughput"]["ratio"]) == (16, round(15 / 16, 4))
     wrong = record["wrong"]["v4-flash"]
     assert {octaves: at["mhc_post"]["max_logprob_diff"] for octaves, at in wrong.items()} == {
         str(octaves): 0.25 for octaves in alternate.DAMPINGS
     }
-    assert [name for name, _, _ in Whole.started] == ["stock", "ours", "compared", "upcast", "resident"]
+    assert [name for name, _, _ in Whole.started] == ["stock", "ours", "compared", *experts.MODES]
     layers = {
         name: json.loads((tmp_path / "logs" / s["folder"] / "config.json").read_text()) for name, s, _ in Whole.started
     }
     assert {name: config["num_hidden_layers"] for name, config in layers.items()} == {
-        "stock": 4, "ours": 4, "compared": 2, "upcast": 4, "resident": 4,
+        "stock": 4, "ours": 4, "compared": 2, "w4a8": 4, "resident": 4, "upcast": 4,
     }  # fmt: skip
-    experts = json.loads(options.experts.read_text())["rows"]
-    sizes = [8000, *alternate.CROSSING]
-    assert [row["phase"] for row in experts] == [
-        *(f"prefill {size} tokens, experts upcast" for size in sizes),
-        "decode 1 sequence, experts upcast",
-        "decode 8 sequences, experts upcast",
+    assert {settings["longest"] for _, settings, _ in Whole.started} == {max(experts.SIZES)}
+    rows = json.loads(options.experts.read_text())["rows"]
+    steps = ["prefill 8000 tokens", "decode 8 sequences", "decode 1 sequence"]
+    steps += [f"prefill {size} tokens" for size in experts.SIZES]
+    assert [row["phase"] for row in rows] == [
+        f"{step}, experts {mode}" for step in steps for mode in ("w4a8", "upcast")
     ], "the mode that failed is left out"
-    assert [experts[0][name] for name in ("stock", "ours", alternate.OWN, "ratio", "kernels_ratio")] == [
-        3,
-        2,
-        2,
-        1.5,
-        1.5,
-    ]
-    assert alternate.OWN not in experts[1]
+    assert all(row[name] == value for row in rows for name, value in {"stock": 3, "ours": 2, experts.OWN: 2}.items())
+    assert {(row["ratio"], row["kernels_ratio"], row["equal"]) for row in rows} == {(1.5, 1.5, True)}
+    assert sorted(map(int, rows[0]["damped"])) == [3, 5, 7, 9]
 
 
 def test_the_record_keeps_the_rows_of_other_models(tmp_path):
@@ -509,8 +530,36 @@ def test_the_support_table_says_what_ran():
     )
 
 
+def test_a_model_without_times_is_left_out_where_another_record_has_them():
+    outputs = {"max_logprob_diff": 0.5}
+    served = {**RECORD, "rows": [], "outputs": {"v3": outputs, "v4": outputs}}
+    served["engines"] = {"v3": RECORD["engines"]["v3"], "v4": RECORD["engines"]["v3"]}
+    lines = support.table([RECORD, served]).splitlines()[2:]
+    assert [line.split(" | ")[0] for line in lines] == ["| v3", "| v4"]
+    assert lines[1].endswith("| 0.5 | not compared |")
+    sglang = {**served, "engine": "sglang", "versions": {}}
+    assert len(support.table([RECORD, sglang]).splitlines()[2:]) == 3
+
+
 def test_only_what_is_between_the_markers_changes():
     text = f"before\n{support.BEGIN}\nold\n{support.END}\nafter\n"
     assert support.rewrite(text, "new") == f"before\n{support.BEGIN}\n\nnew\n\n{support.END}\nafter\n"
     with pytest.raises(ValueError, match="expected the markers"):
         support.rewrite("no markers", "new")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({}, "v4-flash"),
+        ({"kv_cache_memory_bytes": 1}, "v4-flash"),
+        (
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "v4-flash, tensor parallel 2, expert parallel",
+        ),
+        ({"moe_backend": "deep_gemm"}, "v4-flash, moe_backend deep_gemm"),
+        ({"speculative_config": {"method": "ngram"}}, "v4-flash, speculative ngram"),
+    ],
+)
+def test_records_say_what_is_particular_about_the_engines(arguments, name):
+    assert alternate.Options(model="v4-flash", arguments=arguments).name == name

@@ -198,14 +198,15 @@ def test_digest_depends_on_launch_and_architecture():
     assert len({cache.digest(one, ARCHS[0]), cache.digest(one, ARCHS[1]), cache.digest(other, ARCHS[0])}) == 3
 
 
-def test_helpers_beside_the_kernels_count(tmp_path):
-    """Kernels import constants from them; a stale kernel must not be found."""
-    helper = tmp_path / "quant" / "scales.py"
-    helper.parent.mkdir()
+@pytest.mark.parametrize("name", ["scales.py", "kernels/product.cuh"])
+def test_helpers_beside_the_kernels_count(tmp_path, name):
+    """Kernels take constants and device functions from them; a stale kernel must not be found."""
+    helper = tmp_path / "quant" / name
+    helper.parent.mkdir(parents=True)
     helper.write_text("FLOOR = 1e-4")
-    before = cache.source_digest(tmp_path, [helper.parent])
+    before = cache.source_digest(tmp_path, [tmp_path / "quant"])
     helper.write_text("FLOOR = 1e-10")
-    assert cache.source_digest(tmp_path, [helper.parent]) != before
+    assert cache.source_digest(tmp_path, [tmp_path / "quant"]) != before
 
 
 def test_fingerprint_covers_whole_families(monkeypatch):

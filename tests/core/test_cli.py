@@ -44,7 +44,7 @@ def test_ops_of_one_family():
     assert {row["family"] for row in json.loads(done.stdout)} == {"moe"}
     wrong = tk_serving("ops", "mo")
     assert wrong.returncode == 2
-    assert "expected one of quant, moe" in " ".join(wrong.stderr.replace("│", " ").split())
+    assert "expected one of engram, gemm" in " ".join(wrong.stderr.replace("│", " ").split())
 
 
 def test_env_shows_versions_and_settings():

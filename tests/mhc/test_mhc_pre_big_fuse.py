@@ -7,6 +7,7 @@ import torch
 from mhc_inputs import bf16, f32
 
 from tk_serving import mhc, quant
+from tk_serving.mhc import _fused
 from tk_serving.operator import find
 
 GATES = {
@@ -175,8 +176,11 @@ def test_delayed_pre_mix(call, first, normed):
         assert torch.equal(fused.layer_input, row)
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("options", ["plain", "norm", "cast", "delayed"])
-def test_update_fused_with_the_next_input(call, options):
+def test_update_fused_with_the_next_input(call, options, apart, monkeypatch):
+    if apart:  # as the largest streams are
+        monkeypatch.setattr(_fused, "APART", (192, 2 * 9))
     x, residual = bf16(2, 9, 192, seed=7), bf16(2, 9, 4, 192)
     post, comb = f32(2, 9, 4, 1, seed=8), f32(2, 9, 4, 4, seed=9)
     form = {
@@ -185,7 +189,10 @@ def test_update_fused_with_the_next_input(call, options):
         "cast": {"fmt": "e4m3", "with_out_bf16": True},
         "delayed": {"delayed": True, "pre_mix": f32(2, 9, 4, 1, seed=6), "norm_weight": f32(192, seed=5)},
     }[options]
-    fused = call("mhc_post_pre_fused", x, residual, post, comb, *parameters(), **GATES, **form)
+    update = x, residual, post, comb
+    op = find("mhc_post_pre_fused")
+    assert len(op.plan(*op.bind(*update, *parameters(), **GATES, **form)).launches) == 2 + apart
+    fused = call("mhc_post_pre_fused", *update, *parameters(), **GATES, **form)
     updated = call("mhc_post", x, residual, post, comb)
     expected = call("mhc_pre_fused", updated, *parameters(), **GATES, **form)
     assert torch.equal(fused.residual, updated)

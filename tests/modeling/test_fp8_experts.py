@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from tk_serving.modeling.fp8_experts import Fp4Weights, Layers, Policy, alignment, routed_experts
-from tk_serving.modeling.fp8_experts.chain import OPERATORS, calls
+from tk_serving.gemm import tiles
+from tk_serving.modeling.fp8_experts import Fp4Weights, Layers, Policy, alignment, routed_experts, w4a8
+from tk_serving.modeling.fp8_experts.chain import OPERATORS, Shape, calls
 from tk_serving.modeling.fp8_experts.policy import PAIRS_PER_EXPERT
 from tk_serving.quant import marlin
 from tk_serving.quant.formats import decode_e2m1
@@ -73,6 +74,16 @@ def run(checkpoint, x, ids, weights, **options):
     return routed_experts(x, layer.acquire(), ids, weights, product, alignment=8, swiglu_limit=LIMIT, **options)
 
 
+def run_w4a8(checkpoint, x, ids, weights, **options):
+    marlins = checkpoint.repacked()
+    assert w4a8.refusal(marlins) is None
+    parts = (*w4a8.laid_out(marlins.w13, marlins.w13_sf), *w4a8.laid_out(marlins.w2, marlins.w2_sf))
+    return w4a8.routed_experts(x, w4a8.Fp4Tiles(*parts), ids, weights, swiglu_limit=LIMIT, **options)
+
+
+RUNS = pytest.mark.parametrize("run", [run, run_w4a8], ids=["fp8-weights", "w4a8"])
+
+
 def experts(checkpoint, x, ids, weights, cast=lambda rows: rows, rounded=torch.Tensor.float):
     """The definition, pair by pair. ``cast``: of activations before a product; ``rounded``: of a product's results."""
     out = torch.zeros(len(x), HIDDEN)
@@ -96,7 +107,8 @@ def distance(a, b):
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-def test_chain_is_the_definition_with_fp8_activations():
+@RUNS
+def test_chain_is_the_definition_with_fp8_activations(run):
     checkpoint = Checkpoint()
     x, ids, weights = inputs(40)
     wanted = experts(checkpoint, x, ids, weights, e4m3, torch.Tensor.bfloat16).bfloat16()
@@ -104,8 +116,9 @@ def test_chain_is_the_definition_with_fp8_activations():
     assert distance(run(checkpoint, x, ids, weights), wanted) < 4e-3
 
 
+@RUNS
 @pytest.mark.parametrize(("spread", "bound"), [(0, 0.05), (2, 0.06), (6, 0.15)])
-def test_accuracy(spread, bound):
+def test_accuracy(spread, bound, run):
     """Casting activations to FP8 twice costs about 4 % of the norm.
 
     It is more where rows of the weights differ by orders of magnitude: a few then decide the result, and the limits cut
@@ -121,7 +134,8 @@ def test_accuracy(spread, bound):
     assert torch.nn.functional.cosine_similarity(found.float(), exact, dim=1).median() > 1 - bound**2
 
 
-def test_experts_of_other_ranks_have_no_part():
+@RUNS
+def test_experts_of_other_ranks_have_no_part(run):
     checkpoint = Checkpoint()
     x, ids, weights = inputs(12)
     ids[::2, 1] = -1
@@ -132,7 +146,8 @@ def test_experts_of_other_ranks_have_no_part():
     assert found[3].eq(0).all()
 
 
-def test_no_tokens_and_preallocated_result():
+@RUNS
+def test_no_tokens_and_preallocated_result(run):
     checkpoint = Checkpoint()
     x, ids, weights = inputs(4)
     assert run(checkpoint, x[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
@@ -152,6 +167,67 @@ def test_weights_are_released_behind_the_second_product():
 
     routed_experts(x, layer.acquire(), ids, weights, noted, alignment=8, after_products=lambda: seen.append("after"))
     assert seen == ["product", "product", "after"]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 33])
+def test_w4a8_with_few_and_many_tokens_for_each_expert(tokens):
+    checkpoint = Checkpoint()
+    x, ids, weights = inputs(tokens)
+    wanted = experts(checkpoint, x, ids, weights, e4m3, torch.Tensor.bfloat16).bfloat16()
+    assert distance(run_w4a8(checkpoint, x, ids, weights), wanted) < 4e-3
+    same = run_w4a8(checkpoint, x, ids, weights, total=4 * EXPERTS)  # the hint of expert parallelism
+    assert torch.equal(same, run_w4a8(checkpoint, x, ids, weights))
+
+
+def test_w4a8_is_the_chain_with_upcast_weights():
+    """Neither form of the weights changes a value, so that only the order of sums is left."""
+    checkpoint = Checkpoint()
+    x, ids, weights = inputs(40)
+    assert distance(run_w4a8(checkpoint, x, ids, weights), run(checkpoint, x, ids, weights).float()) < 4e-3
+
+
+def test_w4a8_weights_take_as_many_bytes_as_marlins_and_a_scale_for_each_row():
+    marlins = Checkpoint().repacked()
+    for codes, sf in ((marlins.w13, marlins.w13_sf), (marlins.w2, marlins.w2_sf)):
+        laid_out, rows = w4a8.laid_out(codes, sf)
+        assert laid_out.numel() == codes.numel() * 4 + sf.numel()
+        assert rows.numel() == EXPERTS * codes.shape[2] // 2
+        words = w4a8.words(laid_out)
+        assert (words.shape[:2], words.dtype) == (codes.shape[:2], codes.dtype)
+        assert words.data_ptr() == laid_out.data_ptr()
+        assert torch.equal(w4a8.from_words(words, rows.shape[1]), laid_out)
+
+
+def test_w4a8_uses_a_given_buffer():
+    checkpoint = Checkpoint()
+    x, ids, weights = inputs(12)
+    size = Shape(EXPERTS, 2 * INTERMEDIATE, HIDDEN).buffer(ids.numel(), w4a8.ALIGNMENT)
+    buffer = torch.full((size,), torch.nan, dtype=x.dtype)
+    assert torch.equal(run_w4a8(checkpoint, x, ids, weights, buffer=buffer), run_w4a8(checkpoint, x, ids, weights))
+    assert not buffer.isnan().all()
+
+
+def test_w4a8_holds_scales_that_fp8_blocks_cannot_and_refuses_wider_ones():
+    checkpoint = Checkpoint(spread=0)
+    checkpoint.exponents["w2"][1, 7, 2] = int(checkpoint.exponents["w2"][1, 7].max()) - tiles.REACH
+    wide = checkpoint.repacked()
+    assert wide.refusal() == "block scales span more than FP8 holds exactly"
+    x, ids, weights = inputs(9)
+    wanted = experts(checkpoint, x, ids, weights, e4m3, torch.Tensor.bfloat16).bfloat16()
+    assert distance(run_w4a8(checkpoint, x, ids, weights), wanted) < 4e-3
+    checkpoint.exponents["w2"][1, 7, 2] -= 1
+    assert w4a8.refusal(checkpoint.repacked()) == "scales of a row span more than 26 powers of two"
+
+
+def test_w4a8_calls_name_every_operator_of_the_chain_and_have_plans():
+    shape = Shape(256, 4096, 4096)
+    for tokens in (1, 3, 64, 5000):
+        found = list(w4a8.calls(tokens, 6, shape, 1024, torch.bfloat16, 10.0, 1e-10))
+        assert {function.operator.name for function, _, _ in found} == set(w4a8.OPERATORS)
+        for function, args, kwargs in found:
+            plan = function.operator.plan(*function.operator.bind(*args, **kwargs))
+            assert plan.launches
+            assert plan.refusal is None
 
 
 def test_layers_share_one_workspace_and_each_gets_its_own_weights():
@@ -211,17 +287,17 @@ def test_threshold_is_the_measured_number_of_pairs_for_each_expert(mode, topk, e
     assert not policy.takes(threshold - 1, topk, experts)
 
 
-@pytest.mark.parametrize("mode", ["upcast", "resident"])
-def test_no_step_that_was_slower_in_the_engine_is_taken(mode):
+def test_no_step_that_was_slower_in_the_engine_is_taken():
     record = json.loads((RECORDS / "e2e-hopper-fp8-experts.json").read_text())
     found = {}
     for row in record["rows"]:
-        step, _, measured = row["phase"].partition(", experts ")
-        if step.startswith("prefill") and measured == mode:
-            found[int(step.split()[1])] = row["kernels_ratio"]
-    policy = Policy(mode)
-    assert len([n for n in found if policy.takes(n, 6, 256)]) >= 3
-    assert all(ratio > 1 / 1.02 for n, ratio in found.items() if policy.takes(n, 6, 256))
+        step, _, mode = row["phase"].partition(", experts ")
+        kind, number = step.split()[:2]
+        if mode == "w4a8" or (kind == "prefill" and Policy(mode).takes(int(number), 6, 256)):
+            found.setdefault(mode, {})[step] = row["kernels_ratio"]
+    assert {"upcast", "resident"} <= set(found)
+    assert all(len(ratios) >= 3 for ratios in found.values())
+    assert not {(mode, step) for mode, ratios in found.items() for step, ratio in ratios.items() if ratio < 1 / 1.02}
 
 
 def test_threshold_may_be_set_and_stock_never_runs():

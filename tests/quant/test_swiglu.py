@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from harness import check
 
-from tk_serving import config, dispatch
-from tk_serving.quant import per_token_cast, swiglu_forward, swiglu_forward_and_per_token_cast
+from tk_serving import config, dispatch, kept
+from tk_serving.quant import gating, per_token_cast, swiglu_forward, swiglu_forward_and_per_token_cast
 
 NAN = float("nan")
 
@@ -143,9 +144,12 @@ def test_the_kernel_rounds_the_activation_twice_as_well():
     assert (plain != expected).sum() > 100
 
 
+@pytest.mark.parametrize("shared_rows", [32, 128])
 @pytest.mark.parametrize("column_major", [False, True])
-def test_the_kernel_finds_the_live_rows_among_padding(column_major):
+def test_the_kernel_finds_the_live_rows_among_padding(column_major, shared_rows, monkeypatch):
     """None, one, five, or all of 32 rows, more than the warps of a block and fewer."""
+    monkeypatch.setattr(gating, "LISTED_ROWS", range(1000 if shared_rows == 128 else 0))
+    monkeypatch.setattr(gating, "LISTED_COLUMNS", 0)
     owners = torch.full((129,), -1, dtype=torch.int32)
     live = torch.tensor([37, *(64, 65, 70, 80, 95), *range(96, 129)])
     owners[live] = 1
@@ -161,6 +165,47 @@ def test_the_kernel_finds_the_live_rows_among_padding(column_major):
     expected, expected_sf = op.call("reference", *args)
     assert torch.allclose(sf, expected_sf, rtol=1e-6, atol=0)
     assert (codes(data)[live] != codes(expected)[live]).sum() <= 4  # the host's exp may be a step off
+
+
+FORMS = [case for case in swiglu_forward_and_per_token_cast.operator.cases if case["tokens"] and case["npc"] <= 128]
+
+
+@pytest.mark.parametrize("case", FORMS, ids=range(len(FORMS)))
+def test_the_forms_for_many_rows(case, monkeypatch):
+    """Of few rows as well, with the same bytes."""
+    monkeypatch.setattr(gating, "FEW_ROWS", 0)
+    monkeypatch.setattr(gating, "LISTED_ROWS", range(1000))
+    monkeypatch.setattr(gating, "LISTED_COLUMNS", 0)
+    check(swiglu_forward_and_per_token_cast.operator, "simulator", case)
+
+
+def test_the_form_follows_the_rows():
+    op, config_ = swiglu_forward_and_per_token_cast.operator, {}
+    for rows in (64, 65, 32767, 32768, 38400, 38401):
+        x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta")
+        experts = torch.empty(rows, dtype=torch.int32, device="meta")
+        for zero_padding in (False, True):
+            bound = op.bind(x, "e4m3", 128, pos_to_expert=experts, zero_padding=zero_padding)
+            config_[rows, zero_padding] = op.plan(*bound).launches[0].config
+    assert [config_[rows, True]["halves"] for rows in (64, 65, 32768)] == [1, 2, 2]
+    shared = [config_[rows, False]["shared_rows"] for rows in (64, 32767, 32768, 38400, 38401)]
+    assert shared == [32, 32, 128, 128, 32]
+    assert all(config_[rows, True]["shared_rows"] == 0 for rows in (64, 32768))
+
+
+def test_no_routing_weight_is_loaded_ahead_where_there_is_none():
+    x = torch.ones(3, 256)
+    weights, positions = torch.empty(0, 2), torch.zeros(3, dtype=torch.int32)
+    op = swiglu_forward_and_per_token_cast.operator
+    data, sf = op.call("simulator", x, "e4m3", 128, positions, weights)
+    assert not bool(codes(data).any())
+    assert sf.unique().numel() == 1
+
+
+def test_plans_hold_no_tensors_of_a_call():
+    op = swiglu_forward_and_per_token_cast.operator
+    bound = op.bind(torch.ones(2, 256), "e4m3", 128, i32(0, 1), torch.ones(2, 1), i32(0, -1))
+    assert not list(kept._tensors(op.plan(*bound)))
 
 
 def test_sf_clamp_min_replaces_the_floor():

@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 
+from tk_serving.compile import kernels
 from tk_serving.compile.targets import PASS_CONFIGS
 from tk_serving.environment import nvcc, nvcc_version
 from tk_serving.operator import Operator
@@ -24,6 +25,12 @@ _FUNCTION = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\
 _EXTERN_SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?[\w: ]+? (\w+)\[\];")
 _ATOMIC = re.compile(r"\b(?:tl::)?[Aa]tomic_?[A-Za-z]\w*\s*[(<\"]")
 _INCLUDE = re.compile(r"(?m)^\s*#\s*include.*$")
+_DIRECTIVE = re.compile(r"(?m)^\s*#\s*(?!pragma unroll).*$")
+_DECLARATION = re.compile(
+    r"(?:(?:alignas|__align__)\(\d+\) |extern |__shared__ |signed |unsigned )*[\w:<>*]+ \w+(?:\[\d*\])?"
+    r"(?: = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ \d+\)\))?;"
+)
+_WAIT = re.compile(r"cudaGridDependencySynchronize\(\);\s*cudaTriggerProgrammaticLaunchCompletion\(\);")
 _PTXAS = re.compile(
     r"Function properties for (\w+)\s*\n\D*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 )
@@ -43,23 +50,33 @@ def production_launches(op: Operator) -> list[Launch]:
 
 
 def measure(launches: Sequence[Launch], arch: str) -> dict[str, dict]:
-    """For each launch: atomics that the builder wrote and that the CUDA has, bytes of stack frame and of spills.
+    """For each launch: atomics that the builder wrote and that the CUDA has, what comes before the wait for earlier
+    launches, bytes of stack frame and of spills.
 
     Raises:
         AssertionError: a kernel does not compile; the message is the compiler's.
     """
-    texts, atomics = {}, {}
+    texts, found = {}, {}
     for launch in launches:
-        prim_func = launch.prim_func()
+        prim_func = kernels.built(launch)
         texts[str(launch)] = cuda = source.generate(prim_func, arch).cuda
-        atomics[str(launch)] = {"written": count_atomics(prim_func.script()), "generated": count_atomics(cuda)}
+        counts = {"written": count_atomics(prim_func.script()), "generated": count_atomics(cuda)}
+        found[str(launch)] = {**counts, "early": before_wait(cuda)}
     resources = _compile(texts, arch)
-    return {name: atomics[name] | resources[name] for name in texts}
+    return {name: found[name] | resources[name] for name in texts}
 
 
 def count_atomics(text: str) -> int:
     """Atomic operations that a TileLang function (as script) or a CUDA text spells out."""
     return len(_ATOMIC.findall(text))
+
+
+def before_wait(cuda: str) -> list[str]:
+    """Statements of the kernels that stand before the wait, behind which the trigger is, and are no declarations."""
+    bodies = [part for part in cuda.split('extern "C" __global__')[1:] if "{" in part]
+    heads = [_WAIT.split(body[body.index("{") + 1 :], maxsplit=1)[0] for body in bodies]
+    lines = [line.strip() for head in heads for line in head.splitlines() if line.strip()]
+    return [line for line in lines if not _DECLARATION.fullmatch(line)]
 
 
 def _compile(texts: dict[str, str], arch: str) -> dict[str, dict]:
@@ -85,13 +102,21 @@ def _merge(texts: dict[str, str]) -> tuple[str, dict[str, list[str]]]:
         head = text[: _FUNCTION.search(text).start()]
         includes |= dict.fromkeys(line.strip() for line in _INCLUDE.findall(head))
         body = text[len(head) :]
+        imported = _imported(head)
         names = dict.fromkeys(_FUNCTION.findall(body))
         for local in (*names, *dict.fromkeys(_EXTERN_SHARED.findall(body))):
             body = re.sub(rf"\b{local}\b", f"{local}_{i}", body)
         symbols[name] = [f"{local}_{i}" for local in names]
         label = name.replace('"', "'").replace("\\", "/")
+        if imported:  # device functions of its own: each kernel's may have the same names
+            body = f"namespace imported_{i} {{\n{imported}\n{body}\n}}"
         bodies.append(f'#line 1 "{label}"\n{body}')
     return "\n".join(["#define ENABLE_BF16", *includes, *bodies]), symbols
+
+
+def _imported(head: str) -> str:
+    """What a kernel imports with ``T.import_source``: the text before it, without directives but pragmas."""
+    return _DIRECTIVE.sub("", head).strip()
 
 
 def _ptxas(cuda: str, arch: str) -> dict[str, dict]:

@@ -20,7 +20,12 @@ from tk_serving_sglang.sites import SITES, _calls
 def test_every_site_on_cuda_has_a_case():
     measured = {case.site.name for case in CASES}
     # V2's router, the CPU's experts and the torch form of the hash have no kernel of SGLang beside them.
-    assert {site.name for site in SITES} - measured == {"routing-grouped", "routed-experts", "engram-hash"}
+    assert {site.name for site in SITES} - measured == {
+        "routing-grouped",
+        "routed-experts",
+        "fp4-experts",
+        "engram-hash",
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

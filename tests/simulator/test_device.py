@@ -238,3 +238,66 @@ def test_tensor_core_product():
     Kernel("lanes", lanes, lambda cuda: cuda.replace(") {\n", ") {\n" + body, 1))(a, b, result)
     tf32 = [(x.view(torch.int32) & ~0x1FFF).view(torch.float32).double() for x in (a, b)]
     assert torch.allclose(result.double(), tf32[0] @ tf32[1] + 1, rtol=1e-6, atol=1e-6)
+
+
+def test_warp_group_product():
+    """wgmma m64n16k32 of e5m2 in registers by swizzled e4m3 in shared memory, as the PTX manual lays them out."""
+    a = torch.randn(64, 32).to(torch.float8_e5m2)
+    b = torch.randn(16, 32).to(torch.float8_e4m3fn)
+
+    @T.prim_func
+    def group(A: T.Tensor((64, 32), "uint8"), B: T.Tensor((16, 32), "uint8"), Y: T.Tensor((64, 16), "float32")):
+        with T.Kernel(1, threads=128):
+            t = T.get_thread_binding()
+            room = T.alloc_shared((2048,), "uint8")
+            room[t] = A[t // 2, 0] + B[t // 8, 0]
+            Y[t // 2, t % 16] = T.cast(room[127 - t], "float32")
+
+    sums = ", ".join(f'"+f"(d[{i}])' for i in range(8))
+    body = (
+        """
+      extern __shared__ __align__(1024) unsigned char tile[];
+      int t = threadIdx.x, g = t % 32 / 4, q = t % 4, w = t / 32;
+      for (int i = t; i < 512; i += 128) tile[i / 32 * 128 + (i % 32 ^ (i / 32 % 8) * 16)] = B[i];
+      unsigned a[4]; float d[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+      for (int r = 0; r < 4; r++) a[r] = *(unsigned*)(A + (16 * w + g + 8 * (r & 1)) * 32 + 16 * (r >> 1) + 4 * q);
+      __syncthreads();
+      unsigned long long at = (1ull << 62) | (64ull << 32) | (1ull << 16) | __cvta_generic_to_shared(tile) >> 4;
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k32.f32.e5m2.e4m3 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, p, 1, 1; }" : """
+        + sums
+        + """ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(at), "r"(1));
+      for (int i = 0; i < 8; i++) Y[(16 * w + g + i / 2 % 2 * 8) * 16 + i / 4 * 8 + 2 * q + i % 2] = d[i];
+      return;"""
+    )
+    result = torch.zeros(64, 16)
+    kernel = Kernel("group", group, lambda cuda: cuda.replace(") {\n", ") {\n" + body, 1))
+    kernel(a.view(torch.uint8), b.view(torch.uint8), result)
+    assert torch.allclose(result.double(), a.double() @ b.double().T + 1, rtol=1e-6)
+
+
+def test_transposed_matrix_store():
+    """stmatrix .x2.trans: each lane brings two elements of a row of the transposed matrices."""
+
+    @T.prim_func
+    def matrices(A: T.Tensor((64,), "int32"), Y: T.Tensor((128,), "int16")):
+        with T.Kernel(1, threads=LANES):
+            t = T.get_thread_binding()
+            room = T.alloc_shared((128,), "int16")
+            room[t] = T.cast(A[t], "int16")
+            Y[t] = room[31 - t]
+
+    body = """
+      extern __shared__ __align__(1024) short tile[];
+      int t = threadIdx.x;
+      unsigned row = (unsigned)__cvta_generic_to_shared(tile + (t % 16) * 8);
+      asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+        :: "r"(row), "r"(A[t]), "r"(A[32 + t]));
+      __syncthreads();
+      for (int i = t; i < 128; i += 32) Y[i] = tile[i];
+      return;"""
+    given = torch.arange(128, dtype=torch.int16).view(2, 8, 4, 2)  # matrix, column, rows of a lane
+    result = torch.zeros(128, dtype=torch.int16)
+    kernel = Kernel("matrices", matrices, lambda cuda: cuda.replace(") {\n", ") {\n" + body, 1))
+    kernel(given.reshape(-1).view(torch.int32), result)
+    assert torch.equal(result.view(2, 8, 8), given.reshape(2, 8, 8).transpose(1, 2))

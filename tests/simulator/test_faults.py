@@ -45,6 +45,23 @@ def test_correct_kernel_runs():
     assert torch.equal(launch([], seed=3), torch.arange(N - 1, -1, -1, dtype=torch.float32))
 
 
+# mbarrier at address 0, with the first bytes of the buffer.
+INIT = (
+    'if (threadIdx.x == 0) asm volatile("mbarrier.init.shared::cta.b64 [%%0], %%1;" :: "r"(0), "r"(%d));'
+    " __syncthreads();"
+)
+ARRIVE = 'asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(0));'
+EXPECT = 'asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%%0], %%1;" :: "r"(0), "r"(%d));'
+WAIT = (
+    "unsigned done;"
+    'asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"'
+    ' : "=r"(done) : "r"(0), "r"(0));'
+)
+BULK = (
+    'asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%%0], [%%1], %%2, [%%3];"'
+    ' :: "r"(64), "l"(%s), "r"(%d), "r"(0));'
+)
+
 FAULTS = [
     ([(r"  __syncthreads\(\);\n", "")], "race in shared memory: .* thread"),
     (
@@ -74,7 +91,12 @@ FAULTS = [
     (first("Y[0] = 1 << (int)threadIdx.x;"), "shift of .*int.* by [0-9]+"),
     (first("Y[0] = 7 / (int)threadIdx.x;"), "division by zero"),
     (first("Y[0] = (int)(X[threadIdx.x] * 1e30f);"), "conversion of .*float.* to .*int.* out of range"),
-    (first('asm volatile("wgmma.fence.sync.aligned;");'), "unknown PTX: wgmma.fence.sync.aligned"),
+    (first('asm volatile("tcgen05.fence;");'), "unknown PTX: tcgen05.fence"),
+    (first(INIT % 1 + WAIT), r"deadlock: threads 0-127 wait at an mbarrier \(line \d+: `"),
+    (first(INIT % 1 + EXPECT % 16), "more threads arrive at the mbarrier at shared address 0 than it has room for"),
+    (first(WAIT), "no mbarrier was initialised at shared address 0"),
+    (first(INIT % 128 + BULK % ("X + 1", 16) + "return;"), r"misaligned address: cp\.async\.bulk of 16 bytes"),
+    (first(INIT % 128 + BULK % ("X + 124", 32) + "return;"), "reads 16 bytes out of bounds: 0 bytes past the end of X"),
     (first("__activemask();"), "__activemask"),
     (first("__trap();"), "__trap"),
     (first("while (((volatile float*)X)[0] == 0) {}"), "a loop that does not end, or that waits for another block"),
@@ -154,6 +176,23 @@ def test_async_copy_arrives_when_waited_for():
     assert launch(first(copy % "tl::cp_async_wait<1>();"))[:4].isnan().all()
     with pytest.raises(SimulationError, match=r"misaligned address: cp\.async"):
         launch(first((copy % "tl::cp_async_wait<0>();").replace("X + 4", "X + 5")))
+
+
+def test_an_mbarrier_waits_for_arrivals_and_bytes():
+    leader = (
+        "if (threadIdx.x == 64) { "
+        + EXPECT % 256
+        + BULK % ("X", 256)
+        + " } else if (threadIdx.x < 64) { "
+        + ARRIVE
+        + " }"
+    )
+    read = " Y[threadIdx.x] = ((float*)((char*)sim::dynamic_shared() + 64))[threadIdx.x % 64]; return;"
+    for seed in (None, 4):
+        out = launch(first(INIT % 65 + leader + WAIT + read), seed)
+        assert torch.equal(out, torch.arange(64, dtype=torch.float32).repeat(2))
+    with pytest.raises(SimulationError, match="race in shared memory"):
+        launch(first(INIT % 65 + leader + read))
 
 
 def test_random_order_finds_a_race_between_blocks():

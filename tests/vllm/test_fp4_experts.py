@@ -12,6 +12,7 @@ import torch
 
 from tk_serving import dispatch
 from tk_serving.config import settings
+from tk_serving.modeling.fp8_experts import w4a8
 from tk_serving.modeling.fp8_experts.chain import OPERATORS
 from tk_serving.quant import marlin
 from tk_serving.quant.formats import decode_e2m1
@@ -19,7 +20,8 @@ from tk_serving.quant.scales import of_exponents
 
 pytest.importorskip("vllm")
 
-from tk_serving_patches import Ledger
+from tk_serving_patches import Ledger, warm
+from tk_serving_patches.fp4_experts import operators_refusal
 from tk_serving_vllm.sites import fp4_experts
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOPK, LIMIT = 4, 128, 256, 2, 2.0
@@ -30,10 +32,14 @@ def _asked_for(monkeypatch):
     monkeypatch.setattr(settings, "experts", "upcast")
 
 
+class LoadedLayer(SimpleNamespace):
+    """In place of vLLM's layer; other than SimpleNamespace it can be referred to weakly."""
+
+
 def layer(seed=0, exponent=None):
     """A layer as vLLM leaves it after repacking for Marlin, and its weights as float32."""
     generator = torch.Generator().manual_seed(seed)
-    found, values = SimpleNamespace(), {}
+    found, values = LoadedLayer(), {}
     for name, n, k in (("w13", 2 * INTERMEDIATE, HIDDEN), ("w2", HIDDEN, INTERMEDIATE)):
         codes = torch.randint(-128, 128, (EXPERTS, n, k // 2), generator=generator, dtype=torch.int8)
         exponents = torch.randint(118, 121, (EXPERTS, n, k // 32), generator=generator, dtype=torch.uint8)
@@ -68,6 +74,9 @@ def marlin_experts(**differences):
     made.moe_config = SimpleNamespace(
         activation=MoEActivation.SILU,
         has_bias=False,
+        experts_per_token=TOPK,
+        num_experts=EXPERTS,
+        in_dtype=torch.bfloat16,
         is_lora_enabled=False,
         moe_parallel_config=SimpleNamespace(enable_eplb=False),
     )
@@ -119,16 +128,18 @@ def _fresh(monkeypatch):
 def loaded(found=None, **differences):
     """Experts whose layer has been loaded through the patched method."""
     experts = marlin_experts(**differences)
-    build = fp4_experts._build_moe_kernel(Method.build)
+    build = fp4_experts._setup_kernel(Method.build)
     build(Method(experts), found or layer()[0])
     return experts
 
 
-def call(experts, x, ids, weights, expert_map=None, total=EXPERTS, on_input=False):
+def call(experts, x, ids, weights, expert_map=None, total=EXPERTS, on_input=False, layer=None, workspace=None):
     """The patched ``apply``; stock fills the output with 7."""
     out = torch.zeros_like(x)
     apply = fp4_experts._apply(lambda self, output, *rest: output.fill_(7.0))
-    apply(experts, out, x, None, None, weights, ids, None, total, expert_map, None, None, None, None, None, on_input)
+    w1, w2 = (layer.w13_weight, layer.w2_weight) if layer else (None, None)
+    rest = None, None, None, workspace, None, on_input
+    apply(experts, out, x, w1, w2, weights, ids, None, total, expert_map, *rest)
     return out
 
 
@@ -152,9 +163,9 @@ def close(a, b):
     return float((a.float() - b).norm() / b.norm()) < 0.06  # what casting activations to FP8 twice costs
 
 
-def reasons():
+def reasons(operators=OPERATORS):
     rows = [row for row in dispatch.counters() if row["implementation"] == "engine"]
-    assert {row["operator"] for row in rows} in (set(), set(OPERATORS))
+    assert {row["operator"] for row in rows} in (set(), set(operators))
     return {row["reason"] for row in rows}
 
 
@@ -249,6 +260,142 @@ def test_calls_that_stay_with_marlin_say_why(deep_gemm):
     }
 
 
+# -- w4a8: FP4 weights as they are ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_it_is(monkeypatch):
+    monkeypatch.setattr(settings, "experts", "w4a8")
+    operators_refusal.cache_clear()
+
+
+def marlin_bytes(found):
+    names = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
+    return {name: getattr(found, name).untyped_storage().nbytes() for name in names}
+
+
+def test_w4a8_runs_every_step_on_weights_in_place_of_marlins(as_it_is):
+    found, values = layer()
+    before = marlin_bytes(found)
+    experts = loaded(found)
+    after = marlin_bytes(found)
+    # As many bytes as Marlin's, and a scale for each row.
+    assert sum(after.values()) == sum(before.values()) + 4 * EXPERTS * (2 * INTERMEDIATE + HIDDEN)
+    # What vLLM reads sizes off.
+    assert found.w13_weight.shape[:2] == (EXPERTS, HIDDEN // 16)
+    assert found.w2_weight.shape[:2] == (EXPERTS, INTERMEDIATE // 16)
+    for tokens in (1, 2, 9, 70):
+        x, ids, weights = inputs(tokens)
+        assert close(call(experts, x, ids, weights, layer=found), expected(values, x, ids, weights))
+    assert reasons() == set()
+
+
+def test_w4a8_with_ids_of_other_ranks_and_of_another_dtype(as_it_is):
+    found, values = layer()
+    x, ids, weights = inputs(total=2 * EXPERTS)
+    expert_map = torch.tensor([-1, 0, -1, 1, -1, 2, -1, 3], dtype=torch.int32)
+    got = call(loaded(found), x, ids.long(), weights, expert_map, total=2 * EXPERTS, layer=found)
+    assert close(got, expected(values, x, expert_map[ids.long()], weights))
+
+
+def test_w4a8_uses_vllms_workspace(as_it_is):
+    found, values = layer()
+    experts = loaded(found)
+    x, ids, weights = inputs(40)
+    shapes = fp4_experts._workspace_shapes(lambda *_: pytest.fail("stock"))
+    sizes = (INTERMEDIATE, HIDDEN, TOPK, EXPERTS, EXPERTS, None, None)
+    unused, used, out = shapes(experts, 40, *sizes)
+    assert (unused, out) == ((1,), (40, HIDDEN))
+    workspace = torch.full(used, torch.nan, dtype=torch.bfloat16)
+    got = call(experts, x, ids, weights, layer=found, workspace=workspace)
+    assert close(got, expected(values, x, ids, weights))
+    assert not workspace.isnan().all()
+    larger = [shapes(experts, tokens, *sizes)[1][0] for tokens in range(1, 300)]
+    assert larger == sorted(larger), "vLLM reserves what the largest step needs"
+    assert fp4_experts._workspace_shapes(lambda *_: "stock")(marlin_experts(), 40, *sizes) == "stock"
+
+
+def test_w4a8_finds_reloaded_weights_in_the_layers_parameters(as_it_is):
+    """vLLM prepares new weights as it did the first ones and copies them to where those lie."""
+    (found, _), (other, values) = layer(0), layer(1)
+    experts = loaded(found)
+    loaded(other)
+    for name in marlin_bytes(found):
+        getattr(found, name).data.copy_(getattr(other, name))
+    x, ids, weights = inputs()
+    assert close(call(experts, x, ids, weights, layer=found), expected(values, x, ids, weights))
+
+
+@pytest.mark.parametrize(
+    ("differences", "reason"),
+    [
+        ({"moe_config__has_bias": True}, "experts with a bias"),
+        ({"moe_config__in_dtype": torch.float16}, "grouped_gemm_fp8_fp4: out: expected dtype bfloat16"),
+        ({"activation_config__alpha": 1.702}, "activation silu with alpha 1.702 and beta 0.0"),
+        (
+            {"moe_config__moe_parallel_config": SimpleNamespace(enable_eplb=True)},
+            "vLLM moves experts between ranks (EPLB)",
+        ),
+    ],
+)
+def test_w4a8_layers_that_stay_with_marlin_keep_its_weights(as_it_is, differences, reason):
+    found, _ = layer()
+    kept = found.w13_weight.data.clone()
+    experts = loaded(found, **differences)
+    assert torch.equal(found.w13_weight, kept)
+    assert call(experts, *inputs(), layer=found).eq(7).all()
+    (counted,) = reasons(w4a8.OPERATORS)
+    assert counted.startswith(reason)
+
+
+def test_w4a8_of_scales_that_span_too_much_stays_with_marlin(as_it_is):
+    found, _ = layer(exponent=119 - 27)
+    experts = loaded(found)
+    assert call(experts, *inputs(), layer=found).eq(7).all()
+    assert reasons(w4a8.OPERATORS) == {"scales of a row span more than 26 powers of two"}
+    found, values = layer(exponent=118 - 23)  # more than upcast holds
+    x, ids, weights = inputs()
+    assert close(call(loaded(found), x, ids, weights, layer=found), expected(values, x, ids, weights))
+
+
+def test_w4a8_with_an_operator_switched_off_or_batch_invariance_stays_with_marlin(as_it_is, monkeypatch):
+    found, _ = layer()
+    found.apply_router_weight_on_input = True
+    assert loaded(found)._tk_serving_fp8 == "weights on the input"
+    monkeypatch.setattr(settings, "disable", frozenset({"grouped_gemm_fp8_fp4"}))
+    operators_refusal.cache_clear()
+    assert "switched off" in loaded(layer()[0])._tk_serving_fp8
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert loaded(layer()[0])._tk_serving_fp8 == "results must not depend on the number of tokens"
+
+
+def test_w4a8_keeps_marlins_weights_where_calls_are_compared(as_it_is, monkeypatch):
+    monkeypatch.setattr(settings, "compare", True)
+    found, values = layer()
+    kept = found.w13_weight.data.clone()
+    experts = loaded(found)
+    assert torch.equal(found.w13_weight, kept)
+    x, ids, weights = inputs()
+    assert close(call(experts, x, ids, weights, layer=found), expected(values, x, ids, weights))
+
+
+def test_w4a8_refuses_a_call_that_only_marlin_could_run(as_it_is):
+    found, _ = layer()
+    with pytest.raises(RuntimeError, match="weights on the input"):
+        call(loaded(found), *inputs(), layer=found, on_input=True)
+
+
+def test_w4a8_plans_the_kernels_of_every_number_of_tokens_before_the_first_request(as_it_is):
+    warm.start()
+    found, _ = layer()
+    loaded(found)
+    many = {launch.key for count in (1, 64, 4096) for launch in warm._launches(count)}
+    assert len({key for key in many if "grouped_gemm_fp8_fp4" in str(key)}) >= 2
+    assert any("expand_to_fused_and_cast" in str(key) for key in many)
+    warm.start()
+    assert not warm._made
+
+
 def test_a_switched_off_operator_leaves_the_call_to_marlin(deep_gemm, monkeypatch):
     experts = loaded()
     monkeypatch.setattr(settings, "disable", frozenset({"reduce_fused"}))
@@ -256,18 +403,21 @@ def test_a_switched_off_operator_leaves_the_call_to_marlin(deep_gemm, monkeypatc
     assert len(reasons()) == 1
 
 
-def test_site_patches_and_reverts_both_functions():
+def test_site_patches_and_reverts_all_functions():
     from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
     from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
 
-    before = MarlinExperts.apply, Mxfp4MoEMethod._build_moe_kernel
+    def functions():
+        return MarlinExperts.apply, MarlinExperts.workspace_shapes, Mxfp4MoEMethod._setup_kernel
+
+    before = functions()
     ledger = Ledger()
     # The sources are those of the CUDA release; the CPU build's differ.
     site = dataclasses.replace(fp4_experts.SITES[0], unsuitable=lambda: None, sources={})
     assert {row.status for row in ledger.apply(site)} == {"patched"}
-    assert (MarlinExperts.apply, Mxfp4MoEMethod._build_moe_kernel) != before
+    assert all(now is not then for now, then in zip(functions(), before, strict=True))
     ledger.revert()
-    assert (MarlinExperts.apply, Mxfp4MoEMethod._build_moe_kernel) == before
+    assert functions() == before
 
 
 def test_site_is_for_hopper_only():

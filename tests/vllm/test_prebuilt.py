@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from tk_serving.compile import ahead
+from tk_serving.modeling.fp8_experts.chain import Shape
 from tk_serving.plan import Out
 from tk_serving_patches import calls
+from tk_serving_patches.fp4_experts import operators_refusal
 from tk_serving_vllm.sites import (
     _calls,
     _handed_over,
@@ -140,6 +142,14 @@ def test_deepseek_v4(launches, monkeypatch, tokens):
     fp4_experts._refusal(META, tokens, topk, experts, 2 * width, hidden, BF16, 64, 10.0, 1e-10, I32)
     assert len(launches) > 12
     assert not missing(launches, "v4-flash")
+
+
+@pytest.mark.parametrize(("model", "sizes"), [("v4-flash", (256, 4096, 4096)), ("v4-pro", (384, 6144, 7168))])
+def test_fp4_experts_as_they_are_at_every_number_of_tokens(launches, model, sizes):
+    operators_refusal.cache_clear()
+    assert operators_refusal(META, 6, Shape(*sizes), sizes[0], BF16, 10.0) is None
+    assert len([launch for launch in launches if "grouped_gemm_fp8_fp4" in launch.kernel]) >= 3
+    assert not missing(launches, model)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -41,6 +42,10 @@ def bench(
     sites: Annotated[
         bool, typer.Option(help="With --e2e: compare every replaced call with the engine's own function.")
     ] = True,
+    arguments: Annotated[
+        str,
+        typer.Option(help="With --e2e: further arguments of the engine, for both sides: a JSON object."),
+    ] = "",
     check: Annotated[bool, typer.Option(help="Compare all results with the reference first.")] = True,
     revision: Annotated[str, typer.Option(help="Git revision for the record where there is no checkout.")] = "",
     limit: Annotated[float, typer.Option(min=1, help="Stop after the row that reaches this many seconds.")] = 1e9,
@@ -81,6 +86,7 @@ def bench(
             eager=eager,
             compare=sites,
             experts=experts,
+            arguments=_object("--arguments", arguments),
             limit=limit,
             json=json,
             logs=logs,
@@ -144,6 +150,16 @@ def _end_to_end(*, models: tuple[str, ...], **options: Any) -> None:
 def _refuse(message: str) -> NoReturn:
     typer.echo(message, err=True)
     raise typer.Exit(REFUSED)
+
+
+def _object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = loads(text or "{}")
+    except ValueError as error:
+        _refuse(f"bench: {name}: expected a JSON object, got {text!r}: {error}")
+    if not isinstance(value, dict):
+        _refuse(f"bench: {name}: expected a JSON object, got {text!r}")
+    return value
 
 
 def _list(text: str) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ def jobs(models: Sequence[str], archs: Sequence[str]) -> list[Job]:
     for op in operators():
         wanted = [workload for workload in op.built if workload.model in models]
         for launch, label in op.shape_classes(wanted).items():
-            for arch in archs:
+            for arch in (arch for arch in archs if arch in launch.archs):
                 name = cache.digest(launch, arch)
                 found.setdefault(name, Job(op.name, label, str(launch), name, arch))
     return list(found.values())

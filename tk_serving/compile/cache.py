@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
+from tk_serving.compile import pdl
 from tk_serving.compile.targets import PASS_CONFIGS
 from tk_serving.config import settings
 from tk_serving.plan import Launch
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+SOURCES = (".py", ".cuh")
 
 
 _refused: set[str] = set()
@@ -46,17 +48,18 @@ def fingerprint() -> dict[str, str]:
     package = pathlib.Path(__file__).resolve().parents[1]
     # Kernels take constants from the contracts' helpers beside them, so a family counts whole.
     families = [kernels.parent for kernels in package.glob("*/kernels")]
+    settings_of_all = json.dumps(PASS_CONFIGS, sort_keys=True), pathlib.Path(pdl.__file__).read_text()
     return {
-        "kernels": source_digest(package, families, json.dumps(PASS_CONFIGS, sort_keys=True)),
+        "kernels": source_digest(package, families, *settings_of_all),
         "tilelang": importlib.metadata.version("tilelang"),
         "apache-tvm-ffi": importlib.metadata.version("apache-tvm-ffi"),
     }
 
 
 def source_digest(root: pathlib.Path, folders: Iterable[pathlib.Path], *more: str) -> str:
-    """Hash of every Python file in the folders, with its place below ``root``, and of further texts."""
+    """Hash of every source file in the folders, with its place below ``root``, and of further texts."""
     sources = hashlib.sha256("".join(more).encode())
-    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
+    for file in sorted(file for folder in folders for file in folder.rglob("*") if file.suffix in SOURCES):
         sources.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
     return sources.hexdigest()
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tk_serving.compile import cache
+from tk_serving.compile import cache, pdl
 from tk_serving.compile.targets import PASS_CONFIGS, arch_of, target
 from tk_serving.config import settings
 from tk_serving.plan import Launch
@@ -22,6 +22,7 @@ __all__ = [
     "KernelUnavailableError",
     "arch_of",
     "build",
+    "built",
     "compilations",
     "cuda_source",
     "load",
@@ -83,12 +84,17 @@ def build(launch: Launch, arch: str, folder: pathlib.Path) -> pathlib.Path:
     """Compile a launch into a cache folder. Needs nvcc, but no GPU."""
     from tilelang.jit import JITKernel
 
-    prim_func = launch.prim_func()
+    prim_func = built(launch)
     # Not tilelang.compile: what that takes from TileLang's own cache cannot be exported.
     kernel = JITKernel(prim_func, target=target(arch), execution_backend="tvm_ffi", pass_configs=dict(PASS_CONFIGS))
     if settings.print_kernel_source:
         print(f"// {launch} {arch}\n{kernel.get_kernel_source()}")
     return cache.store(kernel, str(prim_func.attrs["global_symbol"]), launch, arch, folder)
+
+
+def built(launch: Launch) -> Any:
+    """The TileLang function that is compiled for a launch."""
+    return pdl.waiting(launch.prim_func()) if launch.pdl else launch.prim_func()
 
 
 def cuda_source(launch: Launch, arch: str) -> str:
@@ -98,9 +104,7 @@ def cuda_source(launch: Launch, arch: str) -> str:
 
     goal = tvm.target.Target(target(arch))
     with tvm.transform.PassContext(opt_level=3, config=PASS_CONFIGS), goal:
-        lowered = tilelang.lower(
-            launch.prim_func(), target=goal, enable_host_codegen=False, enable_device_compile=False
-        )
+        lowered = tilelang.lower(built(launch), target=goal, enable_host_codegen=False, enable_device_compile=False)
     return lowered.kernel_source
 
 

@@ -9,6 +9,7 @@ from tk_serving.arithmetic import wide
 from tk_serving.compare import Diff
 from tk_serving.engram._shapes import check_weight, fine_tuning
 from tk_serving.expect import Expect
+from tk_serving.layout import aligned
 from tk_serving.operator import Launch, Plan, operator
 from tk_serving.workloads import Maker
 
@@ -35,7 +36,7 @@ def _plan(
         grad_weight_hidden=grad_weight_hidden,
         grad_weight_embed=grad_weight_embed,
     )
-    return Plan((), (Launch("engram.grad_w_reduce", {}, _arguments),))
+    return Plan((), (Launch("engram.grad_w_reduce", {"wide": aligned(grad_w_partial)}, _arguments),))
 
 
 def _arguments(_: Sequence[Tensor], grad_w_partial: Tensor, *weights: Tensor) -> tuple:
@@ -65,7 +66,7 @@ def _inputs(make: Maker, *, tokens: int, hidden: int, streams: int = 4) -> tuple
     cases=[
         {"tokens": 1, "hidden": 256, "streams": 1},
         {"tokens": 37, "hidden": 512},
-        {"tokens": 132, "hidden": 256, "streams": 3},
+        {"tokens": 190, "hidden": 256, "streams": 3},
     ],
     workloads=fine_tuning(132),
     peers=["tile_kernels"],

@@ -16,7 +16,7 @@ from tk_serving.operator import Launch, Plan, operator
 from tk_serving.workloads import Maker, serving
 
 _expect = Expect("mhc_multilayer_recompute")
-_LAYERS = 4  # of one launch
+_LAYERS = 12  # of one launch
 
 
 def _plan(

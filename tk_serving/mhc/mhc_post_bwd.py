@@ -60,7 +60,7 @@ def _inputs(make: Maker, *, tokens: int, hidden: int) -> tuple:
     plan=_plan,
     inputs=_inputs,
     equality=(BITWISE, BITWISE, Close(1e-5, 1e-3), Close(1e-5, 1e-3)),
-    cases=[{"tokens": 0, "hidden": 128}, {"tokens": 3, "hidden": 192}, {"tokens": 2, "hidden": 1280}],
+    cases=[{"tokens": 0, "hidden": 128}, {"tokens": 3, "hidden": 192}, {"tokens": 2, "hidden": 2048}],
     workloads=serving(lambda m: {"hidden": m.hidden_size} if m.hc_mult else None),
     peers=["tile_kernels"],
 )

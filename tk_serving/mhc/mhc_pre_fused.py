@@ -15,7 +15,7 @@ _expect = Expect("mhc_pre_fused")
 
 
 def _plan(*args: Any) -> Plan:
-    return Step(*args).plan(_expect)
+    return Step(*args).plan(_expect, Step)
 
 
 def _inputs(

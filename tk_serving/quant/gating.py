@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,13 @@ from tk_serving import config
 from tk_serving.expect import Expect, short
 from tk_serving.layout import aligned
 from tk_serving.plan import Launch
+from tk_serving.quant import scales
 
+FEW_ROWS = 64
+"""Up to so many rows a warp of the kernel takes half as many columns."""
+LISTED_ROWS, LISTED_COLUMNS = range(1 << 15, 38401), 2048
+"""So many expert-major rows, of so many columns or more: a block looks through 128 rows, not 32. V3 and V4-Flash have
+them from 64 to 512 tokens, in regions that are multiples of 128, of which few rows are live; 1 and 4096 tokens lose."""
 HELD = 8
 """Octets of a row that a lane may hold in registers where a row has one scale: H <= 65536."""
 
@@ -77,6 +83,10 @@ class Rows:
             expect.that(self.clamp is not None, "clamped_count", f"{clamp} as well", None)
 
     @property
+    def some_weights(self) -> bool:
+        return self.topk_weights is None or self.topk_weights.numel() > 0
+
+    @property
     def config(self) -> dict[str, Any]:
         """Compile-time arguments of the kernels."""
         weights = {"topk": self.topk_weights, "row": self.row_weights, "factor": self.factor}
@@ -92,6 +102,7 @@ class Rows:
 def launch(
     x: Tensor,
     rows: Rows,
+    rows_of: Callable[..., Rows],
     fmt: str,
     npc: int,
     layout: str,
@@ -100,37 +111,45 @@ def launch(
     zero_padding: bool = True,
     rounded: bool = False,
 ) -> Launch:
-    """The kernel for outputs (data, sf), or (data,) with ``npc`` 0; ``fmt`` is a quantised format or a dtype's name."""
-    hidden = x.shape[1] // 2
+    """The kernel for outputs (data, sf), or (data,) with ``npc`` 0; ``fmt`` is a quantised format or a dtype's name.
+
+    ``rows_of`` finds ``rows`` in the public arguments of a call.
+    """
+    n, hidden = x.shape[0], x.shape[1] // 2
+    zero_padding = zero_padding or rows.experts is None
     config_ = dict(
         rows.config,
         x=short(x.dtype),
         fmt=fmt,
         round_sf=round_sf,
         aligned=aligned(x),
-        zero_padding=zero_padding or rows.experts is None,
         rounded=rounded,
     )
     if npc == hidden and npc not in (32, 64, 128):
         octets = hidden // 8
         warps = min(32, -(-octets // 128))
-        config_ |= {"warps": warps, "held": -(-octets // (32 * warps))}
+        config_ |= {"warps": warps, "held": -(-octets // (32 * warps)), "zero_padding": zero_padding}
         kernel = "quant.swiglu:by_row"
     else:
-        config_ |= {"npc": npc, "layout": layout}
+        # One half holds whole words of scales and, if routing weights are loaded ahead, finds some.
+        halvable = npc and not (layout == scales.PACKED and npc == 128) and rows.some_weights
+        halves = 1 if zero_padding and n <= FEW_ROWS and halvable else 2
+        listed = n in LISTED_ROWS and hidden >= LISTED_COLUMNS
+        shared_rows = 0 if zero_padding else 128 if listed else 32
+        config_ |= {"npc": npc, "layout": layout, "halves": halves, "shared_rows": shared_rows}
         kernel = "quant.swiglu:by_group"
-    weights = rows.row_weights if rows.topk_weights is None else rows.topk_weights
     numbers = (rows.clamp or 0.0, floor, 1.0 if rows.factor is None else rows.factor, config.get_token_alignment())
 
-    def arguments(outputs: Sequence[Tensor | None], x: Tensor, *_: object) -> Sequence[Any]:
+    def arguments(outputs: Sequence[Tensor | None], x: Tensor, *rest: Any) -> Sequence[Any]:
         data, sf = outputs if npc else (outputs[0], None)
+        given = rows_of(x, *rest)
         return (
             x,
-            rows.positions,
-            weights,
-            rows.experts,
-            rows.psum,
-            rows.counts,
+            given.positions,
+            given.row_weights if given.topk_weights is None else given.topk_weights,
+            given.experts,
+            given.psum,
+            given.counts,
             data,
             sf,
             *map(float, numbers[:3]),

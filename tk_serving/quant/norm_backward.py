@@ -99,7 +99,7 @@ def _inputs(
     cases=[
         {"tokens": 0, "hidden": 64, "into": "float32"},
         {"tokens": 5, "hidden": 1296, "residual": True, "pad": 8, "out_scale": 0.7},
-        {"tokens": 300, "hidden": 48, "dtype": "float32", "into": "float32"},
+        {"tokens": 300, "hidden": 528, "dtype": "float32", "into": "float32"},
         {"tokens": 3, "hidden": 528, "into": "bfloat16", "residual": True},
         {"tokens": 3, "hidden": 528, "weighted": False, "out_scale": 1.5},
     ],

@@ -1,5 +1,7 @@
 """SwiGLU between the two matrix products of an expert or of a dense layer."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ def _plan(
     rows.check_counts(_expect, 4, "clamp_value")
     gating.check_rounding(_expect, x, round_activation)
     dtype = str(TARGETS[fmt]).removeprefix("torch.")
-    launch = gating.launch(x, rows, dtype, 0, scales.ROW, False, 0.0, rounded=round_activation)
+    launch = gating.launch(x, rows, _rows_of, dtype, 0, scales.ROW, False, 0.0, rounded=round_activation)
     return Plan((Out((n, hidden), TARGETS[fmt]),), (launch,) if n else ())
 
 
@@ -38,6 +40,10 @@ def _rows(
     psum: Tensor | None, weights: Tensor | None, factor: float | None, clamp: float | None, counts: Tensor | None
 ) -> gating.Rows:
     return gating.Rows(psum=psum, row_weights=weights, factor=factor, clamp=clamp, counts=counts)
+
+
+def _rows_of(x: Tensor, fmt: str, *arguments: Any) -> gating.Rows:
+    return _rows(*arguments[:5])
 
 
 def _inputs(

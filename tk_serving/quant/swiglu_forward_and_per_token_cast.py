@@ -1,5 +1,8 @@
 """SwiGLU between the two matrix products of an expert, quantised for the second."""
 
+import dataclasses
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -8,7 +11,7 @@ from tk_serving.expect import Expect
 from tk_serving.operator import Plan, Quantized, operator
 from tk_serving.quant import casting, gating, scales
 from tk_serving.quant.formats import FORMATS
-from tk_serving.workloads import Maker, Model, serving, variants
+from tk_serving.workloads import Maker, Model, Workload, serving, variants
 
 GROUPS = (32, 64, 128)
 
@@ -46,7 +49,8 @@ def _plan(
     if sf_clamp_min is not None:
         _expect.positive("sf_clamp_min", sf_clamp_min)
     floor = FORMATS[fmt].floor if sf_clamp_min is None else sf_clamp_min
-    launch = gating.launch(x, rows, fmt, num_per_channels, layout, round_sf, floor, zero_padding, round_activation)
+    how = (fmt, num_per_channels, layout, round_sf, floor, zero_padding, round_activation)
+    launch = gating.launch(x, rows, _rows_of, *how)
     results = (casting.data_out(fmt, n, hidden), scales.sf_out(layout, n, -(-hidden // num_per_channels)))
     refusal = None
     if num_per_channels == hidden > gating.HELD * 8192:
@@ -58,6 +62,10 @@ def _rows(
     positions: Tensor | None, weights: Tensor | None, experts: Tensor | None, clamp: float | None, counts: Tensor | None
 ) -> gating.Rows:
     return gating.Rows(positions=positions, topk_weights=weights, experts=experts, clamp=clamp, counts=counts)
+
+
+def _rows_of(x: Tensor, fmt: str, npc: int, *arguments: Any) -> gating.Rows:
+    return _rows(*arguments[:3], *arguments[6:8])
 
 
 def _unspecified(results: list, *arguments: object) -> None:
@@ -132,6 +140,15 @@ def _engine_forms(model: Model) -> list[dict[str, object]]:
     return [*({**form, "rounded": rounded} for form in forms for rounded in (False, True)), *by_row]
 
 
+def _many_rows() -> tuple[Workload, ...]:
+    """The forms that leave padding rows, with as many rows as regions of all experts have."""
+    return tuple(
+        dataclasses.replace(one, label=f"{one.label}-rows", tokens=(gating.LISTED_ROWS.start,))
+        for one in variants(_engine_forms)
+        if not one.params.get("zero_padding", True)
+    )
+
+
 @operator(
     spec="operators.md P13",
     phase="inference",
@@ -180,7 +197,7 @@ def _engine_forms(model: Model) -> list[dict[str, object]]:
         {"tokens": 5, "hidden": 1280, "npc": 1280, "experts": True, "zero_padding": False},
     ],
     workloads=serving(_serving),
-    variants=variants(_engine_forms),
+    variants=variants(_engine_forms) + _many_rows(),
     peers=["vllm", "sglang", "tile_kernels"],
 )
 def swiglu_forward_and_per_token_cast(

@@ -1,5 +1,7 @@
 """SwiGLU, quantised, of rows that are grouped by expert."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ def _plan(
     n, hidden = rows.check(_expect, x, num_per_channels, NAMES)
     rows.check_counts(_expect, 4, "clamp_value")
     layout = scales.layout_of(_expect, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
-    launch = gating.launch(x, rows, fmt, num_per_channels, layout, round_sf, FORMATS[fmt].floor)
+    launch = gating.launch(x, rows, _rows_of, fmt, num_per_channels, layout, round_sf, FORMATS[fmt].floor)
     results = casting.data_out(fmt, n, hidden), scales.sf_out(layout, n, hidden // num_per_channels)
     return Plan(results, (launch,) if n else ())
 
@@ -44,6 +46,10 @@ def _rows(
     psum: Tensor | None, weights: Tensor | None, factor: float | None, clamp: float | None, counts: Tensor | None
 ) -> gating.Rows:
     return gating.Rows(psum=psum, row_weights=weights, factor=factor, clamp=clamp, counts=counts)
+
+
+def _rows_of(x: Tensor, fmt: str, npc: int, *arguments: Any) -> gating.Rows:
+    return _rows(*arguments[:3], *arguments[6:])
 
 
 def _inputs(

@@ -10,8 +10,14 @@ _OPERAND = re.compile(r'"[=+&]*\w+"\s*\(')
 
 _BARRIER = "__builtin_FILE(), __builtin_LINE()"
 
+_WGMMA = re.compile(
+    r"setp\.ne\.b32 p, %\d+, 0; "
+    r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<n>\d+)k32\.f32\.e5m2\.e4m3 \{.*\}, \{.*\}, %\d+, p, 1, 1"
+)
+
 # Instruction pattern -> statement; {0} is operand %0 of the asm statement, {name} a group of the pattern.
 _FORMS: tuple[tuple[str, str], ...] = (
+    (r"", "(void)0"),  # holds registers
     (r"bar(rier)?(\.cta)?\.sync(\.aligned)? %0, %1", f"sim::barrier_wait({{0}}, {{1}}, {_BARRIER})"),
     (r"bar(rier)?(\.cta)?\.sync(\.aligned)? %0", f"sim::barrier_wait({{0}}, 0, {_BARRIER})"),
     (r"bar(rier)?(\.cta)?\.arrive(\.aligned)? %0, %1", f"sim::barrier_arrive({{0}}, {{1}}, {_BARRIER})"),
@@ -21,6 +27,18 @@ _FORMS: tuple[tuple[str, str], ...] = (
     (r"cp\.async\.wait_group %0", "sim::copy_wait({0})"),
     (r"cp\.async\.c[ag]\.shared\.global\S* \[%0\], \[%1\], %2", "sim::copy_async({0}, {1}, {2})"),
     (r"cp\.async\.c[ag]\.shared\.global\S* \[%0\], \[%1\], %2, %3", "sim::copy_async({0}, {1}, {2}, {3})"),
+    (r"mbarrier\.init\S* \[%0\], %1", "sim::mbarrier_init({0}, {1})"),
+    (r"mbarrier\.arrive\.shared::cta\.b64 _, \[%0\]", "sim::mbarrier_arrive({0}, 0)"),
+    (r"mbarrier\.arrive\.expect_tx\S* _, \[%0\], %1", "sim::mbarrier_arrive({0}, {1})"),
+    (
+        r"mbarrier\.try_wait\.parity\S* p, \[%1\], %2; selp\.b32 %0, 1, 0, p",
+        f"sim::mbarrier_wait({{1}}, {{2}}, {_BARRIER}), {{0}} = 1",
+    ),
+    (r"cp\.async\.mbarrier\.arrive\.noinc\S* \[%0\]", "sim::copy_wait_all(), sim::mbarrier_arrive({0}, 0)"),
+    (r"cp\.async\.bulk\.shared::cluster\.global\S* \[%0\], \[%1\], %2, \[%3\]", "sim::copy_bulk({0}, {1}, {2}, {3})"),
+    (r"wgmma\.(fence|commit_group|wait_group)\S*( %0)?", "(void)0"),  # the product is there at once
+    (r"stmatrix\S*\.x2\.trans\S* \[%0\], \{%1, %2\}", "sim::store_matrices({0}, {{{1}, {2}}})"),
+    (r"stmatrix\S*\.x4\.trans\S* \[%0\], \{%1, %2, %3, %4\}", "sim::store_matrices({0}, {{{1}, {2}, {3}, {4}}})"),
     (r"fence\S*|membar\S*|setmaxnreg\S* .*|griddepcontrol\S*|prefetch\S* .*", "(void)0"),
     (r"cvt\.rn\.bf16\.f16 %0, %1", "{0} = sim::bf16_from_half({1})"),
     (r"rcp\.approx(\.ftz)?\.f32 %0, %1", "{0} = 1.f / ({1})"),
@@ -28,6 +46,22 @@ _FORMS: tuple[tuple[str, str], ...] = (
     (r"fma\.rn(\.ftz)?\.f32 %0, %1, %2, %3", "{0} = fmaf({1}, {2}, {3})"),
     (r"red\.\S*\.or\.b32 \[%0\], %1", "atomicOr(reinterpret_cast<unsigned*>({0}), {1})"),
     (r"red\.\S*\.or\.b64 \[%0\], %1", "atomicOr(reinterpret_cast<unsigned long long*>({0}), {1})"),
+    (r"and\.b32 %0, %1, (?P<mask>0x\w+)", "{0} = {1} & {mask}"),
+    (r"prmt\.b32 %0, %1, %2, %3", "{0} = __byte_perm({1}, {2}, {3})"),
+    (r"ld\.shared\.u16 %0, \[%1\]", "{0} = *(const unsigned short*)sim::shared_pointer({1})"),
+    (
+        r"ld\.shared\.v2\.f32 \{%0, %1\}, \[%2\]",
+        "{{ float2 v_ = *(const float2*)sim::shared_pointer({2}); {0} = v_.x; {1} = v_.y; }}",
+    ),
+    (
+        r"ld\.shared\.v2\.u32 \{%0, %1\}, \[%2\]",
+        "{{ uint2 v_ = *(const uint2*)sim::shared_pointer({2}); {0} = v_.x; {1} = v_.y; }}",
+    ),
+    (
+        r"ld\.shared\.v4\.u32 \{%0, %1, %2, %3\}, \[%4\]",
+        "{{ uint4 v_ = *(const uint4*)sim::shared_pointer({4}); {0} = v_.x; {1} = v_.y; {2} = v_.z; {3} = v_.w; }}",
+    ),
+    (r"st\.shared\.v2\.u32 \[%0\], \{%1, %2\}", "*(uint2*)sim::shared_pointer({0}) = uint2{{{1}, {2}}}"),
     # Predicated and vector accesses of TileLang's copy templates; the value keeps its old content where not loaded.
     (
         r"setp\.ne\.b32 p, %2, 0; mov\.b32 %0, %3; @p ld\.global\S*\.u32 %0, \[%1\]",
@@ -63,6 +97,12 @@ def _statement(text: str) -> str:
     template, operands = _parse(text)
     if re.search(r"%laneid", template):
         return f"{operands[0]} = sim::lane()"
+    if match := _WGMMA.fullmatch(template):
+        *sums, a0, a1, a2, a3, b, add = operands
+        pointers = ", ".join(f"&{one}" for one in sums)
+        return (
+            f"{{ float* d_[] = {{{pointers}}}; sim::wgmma<{match['n']}>(d_, {{{a0}, {a1}, {a2}, {a3}}}, {b}, {add}); }}"
+        )
     for pattern, form in _COMPILED:
         match = pattern.fullmatch(template)
         if match:

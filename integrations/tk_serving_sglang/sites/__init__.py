@@ -6,6 +6,7 @@ Importing this package imports neither SGLang nor TileLang; a seam imports what 
 from tk_serving_patches import Site
 from tk_serving_sglang.sites import (
     engram,
+    fp4_experts,
     hyper_connections,
     quant,
     routed_experts,
@@ -23,6 +24,7 @@ SITES: tuple[Site, ...] = (
     *routed_experts.SITES,
     *routed_experts_triton.SITES,
     *routed_experts_deepgemm.SITES,
+    *fp4_experts.SITES,
     *swiglu.SITES,
 )
 """Every site, in the order of a layer's computation. Sites with one name are alternatives for different platforms."""

@@ -1,8 +1,13 @@
-"""Routed experts with FP4 weights on Hopper's FP8 tensor cores, for steps with many tokens."""
+"""Routed experts with FP4 weights on Hopper's FP8 tensor cores.
+
+With ``w4a8`` every step runs there (:mod:`tk_serving_vllm.sites._fp4_as_it_is`), with ``upcast`` and ``resident`` those
+with many tokens do.
+"""
 
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +17,14 @@ import torch
 from torch import Tensor
 
 from tk_serving.config import settings
-from tk_serving.modeling.fp8_experts import Fp4Weights, Layer, Layers, Policy, alignment, routed_experts
+from tk_serving.modeling.fp8_experts import Fp4Weights, Layer, Layers, Policy, alignment, routed_experts, w4a8
 from tk_serving.modeling.fp8_experts.chain import OPERATORS, calls
 from tk_serving.operator import Quantized
 from tk_serving_patches import Function, Site
+from tk_serving_vllm.sites import _fp4_as_it_is
 from tk_serving_vllm.sites._calls import left_to_engine, local_ids, on, refusal
+from tk_serving_vllm.sites._fp4_as_it_is import SMALLEST_MAXIMUM, LaidOut
 
-_SMALLEST_MAXIMUM = 1e-10  # vLLM's lower bound for the maximum of a group
 _MARLIN = "vllm.model_executor.layers.fused_moe.experts.marlin_moe"
 _METHOD = "vllm.model_executor.layers.quantization.mxfp4:Mxfp4MoEMethod"
 _UTILITIES = "vllm.model_executor.layers.quantization.utils"
@@ -28,7 +34,14 @@ _REPACKING = (  # the layout of the weights
     f"{_UTILITIES}.marlin_utils_fp4:mxfp4_marlin_process_scales",
     f"{_UTILITIES}.marlin_utils:marlin_permute_scales",
 )
+_SIZES = (  # of the problem, which vLLM reads off the weights, and of its workspaces
+    f"{_UTILITIES}.marlin_utils:marlin_moe_intermediate_size",
+    f"{_MARLIN}:MarlinExpertsBase.moe_problem_size",
+    "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernelModularImpl._allocate_buffers",
+)
 _STATE = "_tk_serving_fp8"
+
+log = logging.getLogger(__name__)
 
 _models: weakref.WeakValueDictionary[tuple[torch.device, str], Layers] = weakref.WeakValueDictionary()
 """The layers that share a workspace; the experts of these layers keep it alive."""
@@ -75,24 +88,25 @@ def _unsupported(experts: Any) -> str | None:
     return None
 
 
-def _build_moe_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
-    """After vLLM repacked a layer's weights for Marlin: find out whether FP8 holds them, and make room."""
+def _setup_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
+    """After vLLM repacked a layer's weights for Marlin: find out whether FP8 holds them, and prepare for it."""
 
-    def _build_moe_kernel(self: Any, layer: Any) -> None:
+    def _setup_kernel(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
         from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
 
-        original(self, layer)
+        original(self, layer, *args, **kwargs)
         experts = getattr(self.moe_kernel, "fused_experts", None)
         if type(experts) is MarlinExperts:
-            setattr(experts, _STATE, _prepare(experts, layer))
+            state = _unsupported(experts) or _prepare(experts, layer)
+            setattr(experts, _STATE, state)
+            _note(state)
 
-    return _build_moe_kernel
+    return _setup_kernel
 
 
-def _prepare(experts: Any, layer: Any) -> _Taken | str:
-    reason = _unsupported(experts)
-    if reason is not None:
-        return reason
+def _prepare(experts: Any, layer: Any) -> LaidOut | _Taken | str:
+    if settings.experts == "w4a8":
+        return _fp4_as_it_is.prepare(experts, layer)
     weights = Fp4Weights(
         layer.w13_weight.data, layer.w13_weight_scale.data, layer.w2_weight.data, layer.w2_weight_scale.data
     )
@@ -102,6 +116,19 @@ def _prepare(experts: Any, layer: Any) -> _Taken | str:
         layers = _models[key] = Layers(settings.experts)
     added = layers.add(weights)
     return added if isinstance(added, str) else _Taken(layers, added)
+
+
+@functools.lru_cache(maxsize=64)
+def _say(message: str) -> None:
+    log.info("fp4-experts: %s", message)
+
+
+def _note(state: LaidOut | _Taken | str) -> None:
+    """In the log, once: that layers run in FP8, or why they do not."""
+    if not isinstance(state, str):
+        _say(f"layers of this worker run with TK_SERVING_EXPERTS={settings.experts}")
+    elif settings.experts != "stock":
+        _say(f"layers of this worker stay with Marlin: {state}")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -130,9 +157,16 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> Any:
-        state: _Taken | str = getattr(self, _STATE, "loaded before the site was applied")
+        state: LaidOut | _Taken | str = getattr(self, _STATE, "loaded before the site was applied")
         tokens, topk = topk_ids.shape
         reason: str | None
+        limit = self.activation_config.clamp_limit
+        if isinstance(state, LaidOut):
+            if apply_router_weight_on_input or self._uses_post_gemm2_hook(tokens):
+                raise RuntimeError("fp4-experts: w4a8: weights on the input, or a hook behind the second product")
+            total = state.shape.experts if global_num_experts == -1 else global_num_experts
+            state.run(hidden_states, w1, w2, topk_ids, topk_weights, total, limit, expert_map, output, workspace2)
+            return None
         if isinstance(state, str):
             reason = state
         elif apply_router_weight_on_input:
@@ -140,10 +174,9 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
         elif self._uses_post_gemm2_hook(tokens):
             reason = "a hook behind the second product"
         else:
-            limit = self.activation_config.clamp_limit
             reason = _decide(state, topk_ids, global_num_experts, hidden_states, limit)
         if reason is not None or isinstance(state, str):
-            left_to_engine(OPERATORS, reason or "")
+            left_to_engine(w4a8.OPERATORS if settings.experts == "w4a8" else OPERATORS, reason or "")
             return original(
                 self,
                 output,
@@ -164,7 +197,7 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
             )
 
         ids = local_ids(topk_ids, expert_map)
-        total, limit = state.total(global_num_experts), self.activation_config.clamp_limit
+        total = state.total(global_num_experts)
         if not (state.layers.warm or (ids.is_cuda and torch.cuda.is_current_stream_capturing())):
             # The first step is the profiling run, with as many tokens as there ever are: later ones find kernels built.
             for n in _policy().steps(tokens, topk, total):
@@ -173,6 +206,26 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
         _run(state.layer, hidden_states, ids, topk_weights, total, limit, output)
 
     return apply
+
+
+def _workspace_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Ours need one workspace, and rows of padding in it."""
+
+    def workspace_shapes(
+        self: Any,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        state = getattr(self, _STATE, None)
+        if not isinstance(state, LaidOut) or state.beside is not None:
+            return original(self, M, N, K, topk, *rest, **kwargs)
+        return *state.workspace(M * topk), (M, K)
+
+    return workspace_shapes
 
 
 def _run(
@@ -191,7 +244,7 @@ def _run(
             product,
             alignment=rows,
             swiglu_limit=limit,
-            sf_clamp_min=_SMALLEST_MAXIMUM,
+            sf_clamp_min=SMALLEST_MAXIMUM,
             out=out,
             after_products=layer.release,
         )
@@ -209,7 +262,7 @@ def _decide(state: _Taken, topk_ids: Tensor, global_num_experts: int, x: Tensor,
     experts, width, hidden = state.layer.fp4.shape
     rows = alignment(tokens, topk, total)
     ids = torch.int32 if topk_ids.dtype == torch.int32 else torch.int64
-    return _refusal(x.device, tokens, topk, experts, width, hidden, x.dtype, rows, limit, _SMALLEST_MAXIMUM, ids)
+    return _refusal(x.device, tokens, topk, experts, width, hidden, x.dtype, rows, limit, SMALLEST_MAXIMUM, ids)
 
 
 def _not_hopper() -> str | None:
@@ -217,20 +270,31 @@ def _not_hopper() -> str | None:
     if elsewhere:
         return elsewhere
     from vllm.platforms import current_platform
-    from vllm.utils.deep_gemm import is_deep_gemm_supported
 
     capability = current_platform.get_device_capability()
     if capability is not None and capability[0] != 9:
         return f"compute capability {capability[0]}.{capability[1]}: for Hopper, which has no FP4 products"
+    if settings.experts in ("w4a8", "stock"):
+        return None
+    from vllm.utils.deep_gemm import is_deep_gemm_supported
+
     return None if is_deep_gemm_supported() else "DeepGEMM is not available"
 
 
 SITES = (
     Site(
         name="fp4-experts",
-        operators=OPERATORS,
+        operators=("grouped_gemm_fp8_fp4", *OPERATORS),
         patches=(
-            Function(f"{_METHOD}._build_moe_kernel", _build_moe_kernel, relies_on=_REPACKING, comparable=False),
+            Function(
+                f"{_METHOD}._setup_kernel",
+                _setup_kernel,
+                relies_on=(f"{_METHOD}._build_moe_kernel", *_REPACKING),
+                comparable=False,
+            ),
+            Function(
+                f"{_MARLIN}:MarlinExperts.workspace_shapes", _workspace_shapes, relies_on=_SIZES, comparable=False
+            ),
             Function(
                 f"{_MARLIN}:MarlinExperts.apply",
                 _apply,
@@ -240,11 +304,13 @@ SITES = (
         ),
         why="On Hopper vLLM multiplies FP4 experts in 16 bits; the FP8 tensor cores do several times as much, and "
         "the model was trained for FP8 activations.",
-        how="From a measured number of tokens on, the layer's weights are upcast from Marlin's layout, without a "
-        "change of value, into FP8 blocks in a workspace that all layers share, and DeepGEMM multiplies. Fewer tokens, "
-        "biases, LoRA, EPLB, other activations and scales that span more than FP8 holds stay with Marlin.",
+        how="With w4a8 the layer's weights are laid out anew in place of Marlin's when they are loaded, and every step "
+        "multiplies them by FP8 activations. With upcast, from a measured number of tokens on, they are upcast from "
+        "Marlin's layout, without a change of value, into FP8 blocks in a workspace that all layers share, and "
+        "DeepGEMM multiplies. Biases, LoRA, EPLB, other activations and scales that span more than FP8 holds stay with "
+        "Marlin.",
         until="vLLM has FP8 x FP4 experts on Hopper as fast.",
-        sources={"0.33.0": "fb8890579e3c5205"},
+        sources={"0.33.0": "1f4dc8bf2404f4ae"},
         unsuitable=_not_hopper,
     ),
 )

@@ -49,9 +49,6 @@ class Kind:
 
 SIDES = {"stock": Kind("auto", "stock"), "ours": Kind("tilekernels")}
 COMPARED = Kind("tilekernels", environment={"TK_SERVING_COMPARE": "1"}, eager=True, layers=2)
-EXPERTS = {mode: Kind("tilekernels", environment={"TK_SERVING_EXPERTS": mode}) for mode in ("upcast", "resident")}
-OWN = "engine's experts"  # our side, with these
-CROSSING = (64, 256, 512, 2048, 3072, 4096)  # tokens around those from which on FP4 experts run in FP8
 CACHES = (
     "VLLM_CACHE_ROOT",
     "DG_JIT_CACHE_DIR",
@@ -99,7 +96,8 @@ class Options:
         limit: seconds after which no further phase begins.
         start_limit: seconds within which an engine has to be ready.
         compare: also run every replaced call beside the engine's own function, in a third process.
-        experts: a record for FP4 experts in FP8, ``upcast`` and ``resident``, which are then measured as well.
+        experts: a record for FP4 experts with FP8 activations, which are then measured as well
+            (:mod:`tk_serving.bench.e2e.experts`).
         arguments: further arguments of ``LLM`` or ``ServerArgs`` for both sides.
         json: the record; phases of the same models in it are replaced, others kept.
         logs: folder for the logs of the engines.
@@ -122,6 +120,21 @@ class Options:
     json: Path | None = None
     logs: Path | None = None
     revision: str = ""
+
+    @property
+    def name(self) -> str:
+        """The model and what is particular about its engines, as records name them."""
+        found = [self.model]
+        if self.arguments.get("tensor_parallel_size", 1) > 1:
+            found.append(f"tensor parallel {self.arguments['tensor_parallel_size']}")
+        if self.arguments.get("enable_expert_parallel"):
+            found.append("expert parallel")
+        for key in ("moe_backend", "moe_runner_backend"):
+            if key in self.arguments:
+                found.append(f"{key} {self.arguments[key]}")
+        if "speculative_config" in self.arguments:
+            found.append(f"speculative {self.arguments['speculative_config']['method']}")
+        return ", ".join(found)
 
 
 class EngineError(RuntimeError):
@@ -222,6 +235,8 @@ def run(options: Options, console: Console | None = None) -> dict[str, Any]:
         raise ValueError(f"bench: e2e: expected one of {', '.join(ENGINES)}, got {options.engine!r}")
     if options.model not in models.MODELS:
         raise ValueError(f"bench: model: expected one of {', '.join(models.MODELS)}, got {options.model!r}")
+    from tk_serving.bench.e2e import experts, tools
+
     started = time.monotonic()
     logs = options.logs or Path(tempfile.mkdtemp(prefix="tk-serving-e2e-"))
     logs.mkdir(parents=True, exist_ok=True)
@@ -249,15 +264,18 @@ def run(options: Options, console: Console | None = None) -> dict[str, Any]:
             row = _phase(two, options, phase, size)
             record["rows"].append({**row, **comparison})
             console.print(_line(row))
-            record["engines"] = {options.model: {name: side.do("state") for name, side in two.items()}}
-            _write(record, options.json, options.model)
-        record["settings"] = {options.model: {**_settings(options), "layers": options.layers}}
-        _write(record, options.json, options.model)
+            record["engines"] = {options.name: {name: side.do("state") for name, side in two.items()}}
+            _write(record, options.json, options.name)
+        record["settings"] = {options.name: {**_settings(options), "layers": options.layers}}
+        if options.engine == "vllm" and not late():
+            record["vllm_bench"] = {options.name: tools.vllm_bench(two)}
+            console.print(record["vllm_bench"])
+        _write(record, options.json, options.name)
         if record["rows"]:
             console.print(_families_table(record))
         if options.experts and not late():
-            sides |= {name: _start(name, kind, options, logs) for name, kind in EXPERTS.items()}
-            _measure_experts(sides, options, record, console)
+            sides |= {name: _start(name, kind, options, logs) for name, kind in experts.MODES.items()}
+            experts.wait_and_measure(sides, options, record, console)
     finally:
         for side in sides.values():
             side.end()
@@ -268,18 +286,21 @@ def _start(name: str, kind: Kind, options: Options, logs: Path) -> Side:
     layers = kind.layers or options.layers
     folder = logs / f"{options.model}-{layers}"
     folder.mkdir(exist_ok=True)
-    models.write(options.model, layers, folder)
+    models.write(options.model, layers, folder, tokenizer=options.engine == "vllm")
     settings = {**_settings(options), "folder": str(folder)}
     return Side(name, settings, logs / f"{options.model}-{name}.log", kind)
 
 
 def _settings(options: Options) -> dict[str, Any]:
+    from tk_serving.bench.e2e import experts
+
     needed = models.ARGUMENTS.get(options.model, {}) if options.engine == "vllm" else {}
     return {
         "engine": options.engine,
         "sizes": list(options.sizes),
         "prefill": options.prefill,
         "steps": options.steps,
+        "longest": max((options.prefill, *(experts.SIZES if options.experts else ()))),
         "eager": options.eager,
         "arguments": {**needed, **options.arguments},
     }
@@ -309,10 +330,10 @@ def _compare_sites(side: Side, options: Options, record: dict[str, Any], console
         console.print(table)
         console.print(f"first site beyond its bound: {found['first'] or 'none'}")
         with contextlib.suppress(EngineError):
-            record["wrong"] = {options.model: wrong_operators(side, WRONG, DAMPINGS, {**TEXTS, "tokens": 16})}
+            record["wrong"] = {options.name: wrong_operators(side, WRONG, DAMPINGS, {**TEXTS, "tokens": 16})}
     finally:
         side.end()
-    record["sites"] = {options.model: found}
+    record["sites"] = {options.name: found}
 
 
 def wrong_operators(
@@ -344,23 +365,45 @@ def _record(options: Options) -> dict[str, Any]:
     }
 
 
-def _compare(sides: Mapping[str, Side], options: Options, texts: Mapping[str, int] = TEXTS) -> dict[str, Any]:
+def _compare(sides: Mapping[str, Side], options: Options) -> dict[str, Any]:
     """Greedy tokens of the same prompts on both sides, and how far the engine is from itself: with an input that
     differs by rounding, and in smaller batches; as the weights are, and with sublayers that add less."""
-    levels: dict[int, dict[str, Any]] = {}
-    for octaves in DAMPINGS:
+    return compare({"ours": sides["ours"]}, sides["stock"], options)["ours"]
+
+
+def compare(
+    others: Mapping[str, Side],
+    stock: Side,
+    options: Options,
+    texts: Mapping[str, int] = TEXTS,
+    dampings: Sequence[int] = DAMPINGS,
+    in_batches: Sequence[int] = (0,),
+) -> dict[str, dict[str, Any]]:
+    """The verdict on the outputs of each of the others.
+
+    Args:
+        others: by name.
+        stock: the engine without us.
+        options: of the run.
+        texts: arguments of ``Engine.outputs``.
+        dampings: octaves, 0 among them.
+        in_batches: those of them at which the engine also runs batches of 8, where it can.
+    """
+    levels: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in others}
+    for octaves in dampings:
         what, more = ("outputs_damped", {"octaves": octaves, **texts}) if octaves else ("outputs", texts)
         try:
-            stock, ours = sides["stock"].do(what, **more), sides["ours"].do(what, **more)
-            noise = {"embedding moved": sides["stock"].do("outputs_moved", share=MOVED, octaves=octaves, **texts)}
-            if options.engine == "vllm" and not octaves and texts["sequences"] > 8:
-                noise["batches of 8"] = sides["stock"].do(what, **more, at_once=8)
+            theirs, found = stock.do(what, **more), {name: side.do(what, **more) for name, side in others.items()}
+            noise = {"embedding moved": stock.do("outputs_moved", share=MOVED, octaves=octaves, **texts)}
+            if options.engine == "vllm" and octaves in in_batches and texts["sequences"] > 8:
+                noise["batches of 8"] = stock.do(what, **more, at_once=8)
         except EngineError:
             if not octaves:
                 raise
             continue  # a model without the parameters that say how much a sublayer adds
-        levels[octaves] = judged(ours, stock, noise)
-    return verdict(levels)
+        for name, answers in found.items():
+            levels[name][octaves] = judged(answers, theirs, noise)
+    return {name: verdict(by_octaves) for name, by_octaves in levels.items()}
 
 
 def judged(ours: dict[str, Any], stock: dict[str, Any], others: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -415,70 +458,63 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _phase(sides: dict[str, Side], options: Options, phase: str, size: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Measured:
+    """One phase on one side: every round, and what the kernels of a step take."""
+
+    rounds: list[dict[str, float]]
+    kernels: dict[str, Any]
+
+    def median(self, key: str) -> float:
+        return statistics.median(one[key] for one in self.rounds)
+
+    @property
+    def gpu_ms(self) -> float:
+        return sum(self.kernels["ms"].values())
+
+
+def measured(sides: Mapping[str, Side], options: Options, phase: str, size: int) -> dict[str, Measured]:
     """Alternate the sides: stock, ours, ours, stock, ...; the first measurement of each is thrown away."""
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for i in range(options.rounds + 1):
-        for name in list(sides) if i % 2 == 0 else list(reversed(sides)):
+        for name in list(sides) if i % 2 == 0 else list(sides)[::-1]:
             if phase == "prefill":
                 sample = sides[name].do("prefill", tokens=size, seed=10 + i)
             else:
                 sample = sides[name].do("decode", sequences=size, steps=options.steps, seed=10 + i)
             if i:
-                samples[name].append(sample)
+                rounds[name].append(sample)
     kernels = {name: side.do("kernels", phase=phase, size=size, steps=options.steps) for name, side in sides.items()}
-    ms = {name: statistics.median(s["ms"] for s in taken) for name, taken in samples.items()}
-    wall = {name: statistics.median(s["wall_ms"] for s in taken) for name, taken in samples.items()}
+    return {name: Measured(rounds[name], kernels[name]) for name in sides}
+
+
+def row(found: Mapping[str, Measured], options: Options, phase: str, size: int) -> dict[str, Any]:
+    """The row of the record for ``stock``, ``ours`` and whatever else was measured."""
     tokens = f"{size} tokens" if phase == "prefill" else f"{size} sequence{'s' if size > 1 else ''}"
     return {
-        "model": options.model,
+        "model": options.name,
         "phase": f"{phase} {tokens}",
-        **{name: round(value, 4) for name, value in ms.items()},
+        **{name: round(one.median("ms"), 4) for name, one in found.items()},
         "unit": "ms",
-        "ratio": round(ms["stock"] / ms["ours"], 4),
-        "kernels_ratio": round(sum(kernels["stock"]["ms"].values()) / sum(kernels["ours"]["ms"].values()), 4),
-        "rounds_ms": {name: [round(s["ms"], 4) for s in taken] for name, taken in samples.items()},
-        "wall_ms": {name: round(value, 3) for name, value in wall.items()},
-        "gpu_ms": {name: round(sum(k["ms"].values()), 4) for name, k in kernels.items()},
-        "launches": {name: round(sum(k["calls"].values()), 1) for name, k in kernels.items()},
-        "gpu_ms_by_family": {name: families.by_family(k["ms"]) for name, k in kernels.items()},
-        "kernels": {name: _top(k) for name, k in kernels.items()},
+        "ratio": round(found["stock"].median("ms") / found["ours"].median("ms"), 4),
+        "kernels_ratio": round(found["stock"].gpu_ms / found["ours"].gpu_ms, 4),
+        "rounds_ms": {name: [round(s["ms"], 4) for s in one.rounds] for name, one in found.items()},
+        "wall_ms": {name: round(one.median("wall_ms"), 3) for name, one in found.items()},
+        "gpu_ms": {name: round(one.gpu_ms, 4) for name, one in found.items()},
+        "launches": {name: round(sum(one.kernels["calls"].values()), 1) for name, one in found.items()},
+        "gpu_ms_by_family": {name: families.by_family(one.kernels["ms"]) for name, one in found.items()},
+        "kernels": {name: _top(one.kernels) for name, one in found.items()},
     }
+
+
+def _phase(sides: Mapping[str, Side], options: Options, phase: str, size: int) -> dict[str, Any]:
+    return row(measured(sides, options, phase, size), options, phase, size)
 
 
 def _top(kernels: dict[str, Any], count: int = 40) -> list[list[Any]]:
     """The kernels that take longest: name, microseconds and calls for one step."""
     order = sorted(kernels["ms"], key=lambda name: -kernels["ms"][name])[:count]
     return [[name[:100], round(kernels["ms"][name] * 1e3, 2), round(kernels["calls"][name], 2)] for name in order]
-
-
-def _measure_experts(sides: dict[str, Side], options: Options, record: dict[str, Any], console: Console) -> None:
-    """Prefill with FP4 experts in FP8, each way against the engine and against our side with the engine's experts; then
-    steps on both sides of the number of tokens from which on they run, and decode."""
-    own = {**record, "rows": [], "engines": {options.model: {}}}
-    for mode in EXPERTS:
-        try:
-            sides[mode].answer(options.start_limit)
-            experts(mode, sides, options, own, console)
-        except EngineError as error:
-            console.print(f"experts {mode}: {error}")
-
-
-def experts(mode: str, sides: dict[str, Side], options: Options, own: dict[str, Any], console: Console) -> None:
-    """The rows of one mode of FP4 experts, into the record ``own``, which is written after each of them."""
-    three = {"stock": sides["stock"], "ours": sides[mode], OWN: sides["ours"]}
-    apart = _compare(three, options, {"sequences": 8, "prompt": 512, "tokens": 1})  # one step of 4096 tokens
-    console.print(f"experts {mode}: outputs {apart}")
-    own["engines"][options.model][OWN] = sides["ours"].do("state")
-    sizes = [options.prefill, *(n for n in CROSSING if n < options.prefill)]
-    for phase, size in [*(("prefill", n) for n in sizes), *(("decode", n) for n in sorted(options.sizes))]:
-        row = _phase(three if size == options.prefill else {n: three[n] for n in SIDES}, options, phase, size)
-        row["phase"] += f", experts {mode}"
-        own["rows"].append({**row, **apart})
-        own["engines"][options.model][mode] = sides[mode].do("state")
-        _write(own, options.experts, options.model)
-        itself = f"; with the engine's experts {row[OWN]:.3f} ms" if OWN in row else ""
-        console.print(_line(row) + itself)
 
 
 def _write(record: dict[str, Any], file: Path | None, model: str) -> None:
@@ -488,7 +524,7 @@ def _write(record: dict[str, Any], file: Path | None, model: str) -> None:
     kept = json.loads(file.read_text()) if file.exists() else {}
     rows = [row for row in kept.get("rows", ()) if row["model"] != model]
     merged = {**kept, **record, "rows": rows + record["rows"]}
-    for key in ("engines", "settings", "sites", "wrong"):
+    for key in ("engines", "settings", "sites", "wrong", "vllm_bench"):
         merged[key] = {**kept.get(key, {}), **record.get(key, {})}
     file.write_text(json.dumps(merged, indent=1) + "\n")
 

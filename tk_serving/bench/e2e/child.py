@@ -23,9 +23,9 @@ def build(settings: dict[str, Any]) -> Engine:
         from tk_serving.bench.e2e.sglang import SGLang
 
         return SGLang(settings)
-    from tk_serving.bench.e2e.vllm import Vllm
+    from tk_serving.bench.e2e.vllm import Parallel, Vllm
 
-    return Vllm(settings)
+    return (Parallel if settings["arguments"].get("tensor_parallel_size", 1) > 1 else Vllm)(settings)
 
 
 def main() -> None:

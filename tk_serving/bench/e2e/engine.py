@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from tk_serving import dispatch
+from tk_serving.bench.e2e import changed
 
 
 @contextmanager
@@ -33,6 +33,20 @@ def off_by(operator: str, factor: float) -> Iterator[None]:
         yield
     finally:
         dispatch.run = run
+
+
+def timed(step: Callable[..., Any], events: list[tuple[Any, Any]]) -> Callable[..., Any]:
+    """A step of a model runner with events around it, which are added to the list."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        result = step(*args, **kwargs)
+        after.record()
+        events.append((before, after))
+        return result
+
+    return run
 
 
 class Engine(ABC):
@@ -63,48 +77,41 @@ class Engine(ABC):
     def outputs(self, sequences: int, prompt: int, tokens: int) -> dict[str, Any]:
         """``tokens`` of every text, and ``logprobs``: for each of them the likeliest tokens with theirs."""
 
+    @contextmanager
+    def changed(self, share: float = 0.0, octaves: int = 0) -> Iterator[None]:
+        """Slightly other weights for a while: see :mod:`tk_serving.bench.e2e.changed`.
+
+        Raises:
+            ValueError: the model cannot be damped.
+        """
+        with ExitStack() as stack:
+            if share:
+                stack.enter_context(changed.moved(self.model, share))
+            if octaves:
+                stack.enter_context(changed.damped(self.model, octaves))
+            yield
+
     def outputs_moved(self, share: float, octaves: int = 0, **arguments: Any) -> dict[str, Any]:
         """:meth:`outputs`, once a share of the embedding's values have moved by one step of bfloat16; ``octaves`` as
         for :meth:`outputs_damped`."""
-        named = self.model.named_parameters()
-        (weight,) = (p.data for name, p in named if "embed_tokens" in name and "engram" not in name)
-        generator = torch.Generator(weight.device).manual_seed(0)
-        kept = weight.clone()
-        with torch.inference_mode():
-            for rows in weight.view(torch.int16).split(8192):
-                rows += torch.rand(rows.shape, generator=generator, device=rows.device) < share
-        try:
-            return self.outputs_damped(octaves, **arguments) if octaves else self.outputs(**arguments)
-        finally:
-            with torch.inference_mode():
-                weight.copy_(kept)
+        with self.changed(share, octaves):
+            return self.outputs(**arguments)
 
     def outputs_damped(self, octaves: int, **arguments: Any) -> dict[str, Any]:
-        """:meth:`outputs` with sublayers that add less to the residual stream by so many powers of two, as those of
-        deep models do; what rounding does to them matters less then.
+        """:meth:`outputs` with sublayers that add less to the residual stream by so many powers of two.
 
         Raises:
             ValueError: the model has no parameters that say how much.
         """
-        changed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with torch.inference_mode():
-            for name, parameter in self.model.named_parameters():
-                last = name.rpartition(".")[2]
-                if last in ("hc_attn_base", "hc_ffn_base"):  # pre 4, post 4, comb 16
-                    changed.append((parameter.data, parameter.data.clone()))
-                    parameter.data[4:8] -= octaves * math.log(2)
-            for name, parameter in [] if changed else self.model.named_parameters():
-                if "scale" in name and any(key in name for key in ("o_proj.", "down_proj.", "w2_")):
-                    changed.append((parameter.data, parameter.data.clone()))
-                    parameter.data *= 2.0**-octaves
-        if not changed:
-            raise ValueError("no gates of hyper-connections and no scales of the last products of sublayers")
-        try:
+        with self.changed(octaves=octaves):
             return self.outputs(**arguments)
-        finally:
-            with torch.inference_mode():
-                for values, kept in changed:
-                    values.copy_(kept)
+
+    def outputs_with(self, sites: Sequence[str], share: float = 0.0, octaves: int = 0, **texts: int) -> dict[str, Any]:
+        """:meth:`outputs` with these sites replaced, and none compared; needs ``TK_SERVING_COMPARE``."""
+        from tk_serving_patches import comparing
+
+        with comparing.only(sites), self.changed(share, octaves):
+            return self.outputs(**texts)
 
     def sites(self) -> dict[str, Any]:
         """How far every replaced call is from the engine's own function; needs ``TK_SERVING_COMPARE``."""
@@ -134,63 +141,60 @@ class Engine(ABC):
                         at[operator] = self.outputs_damped(octaves, **texts) if octaves else self.outputs(**texts)
         return found
 
-    def timed(self, step: Any) -> Any:
-        """A step of the model runner with events around it."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            result = step(*args, **kwargs)
-            after.record()
-            self.step_ms.append((before, after))
-            return result
-
-        return run
-
-    def _steps(self) -> list[float]:
+    def steps(self) -> list[float]:
+        """Milliseconds of the steps of the last :meth:`generate`."""
         return [before.elapsed_time(after) for before, after in self.step_ms]
 
     def prefill(self, tokens: int, seed: int) -> dict[str, float]:
         """One prompt and one token."""
         _, seconds = self.generate(1, tokens, 1, seed)
-        return {"ms": max(self._steps()), "wall_ms": seconds * 1e3}
+        return {"ms": max(self.steps()), "wall_ms": seconds * 1e3}
 
     def decode(self, sequences: int, steps: int, seed: int) -> dict[str, float]:
         """Decode steps after short prompts: the median of the last of them on the device, the mean by the clock."""
         _, seconds = self.generate(sequences, 32, steps + 1, seed)
-        ms = self._steps()[-(steps - 2) :]
+        ms = self.steps()[-(steps - 2) :]
         return {"ms": statistics.median(ms), "wall_ms": seconds * 1e3 / (steps + 1)}
 
     def kernels(self, phase: str, size: int, steps: int) -> dict[str, Any]:
         """Milliseconds on the device and calls by kernel, per step of a phase."""
-
-        def run() -> None:
-            if phase == "prefill":
-                self.generate(1, size, 1, seed=3)
-            else:
-                self.generate(size, 32, steps + 1, seed=3)
-
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            run()
-        ms: dict[str, float] = {}
-        calls: dict[str, float] = {}
-        times = 1 if phase == "prefill" else steps + 1
-        for event in profiler.key_averages():
-            if event.self_device_time_total:
-                ms[event.key] = ms.get(event.key, 0.0) + event.self_device_time_total / 1e3 / times
-                calls[event.key] = calls.get(event.key, 0.0) + event.count / times
-        return {"ms": ms, "calls": calls}
+            times = self._run_phase(phase, size, steps)
+        return by_kernel(profiler, times)
+
+    def _run_phase(self, phase: str, size: int, steps: int) -> int:
+        """Run one phase; return the number of steps that its times are divided by."""
+        if phase == "prefill":
+            self.generate(1, size, 1, seed=3)
+            return 1
+        self.generate(size, 32, steps + 1, seed=3)
+        return steps + 1
 
     def state(self) -> dict[str, Any]:
         """Start-up time, memory, sites, counters, and what was compiled here."""
-        from tk_serving.compile import kernels
+        return {"start_s": round(self.start_s, 1), **state_here(self.plugin)}
 
-        activate = sys.modules.get(self.plugin)
-        return {
-            "start_s": round(self.start_s, 1),
-            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
-            "sites": [[r.site, r.operator, r.status, r.reason] for r in activate.ledger.rows()] if activate else [],
-            "counters": dispatch.counters(),
-            "kernels": kernels.loaded(),
-            "compilations": kernels.compilations(),
-        }
+
+def by_kernel(profiler: Any, times: int) -> dict[str, Any]:
+    """``ms`` and ``calls`` by kernel of what was profiled, each divided by ``times``."""
+    ms: dict[str, float] = {}
+    calls: dict[str, float] = {}
+    for event in profiler.key_averages():
+        if event.self_device_time_total:
+            ms[event.key] = ms.get(event.key, 0.0) + event.self_device_time_total / 1e3 / times
+            calls[event.key] = calls.get(event.key, 0.0) + event.count / times
+    return {"ms": ms, "calls": calls}
+
+
+def state_here(plugin: str) -> dict[str, Any]:
+    """Memory, sites, counters, and what was compiled in this process."""
+    from tk_serving.compile import kernels
+
+    activate = sys.modules.get(plugin)
+    return {
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
+        "sites": [[r.site, r.operator, r.status, r.reason] for r in activate.ledger.rows()] if activate else [],
+        "counters": dispatch.counters(),
+        "kernels": kernels.loaded(),
+        "compilations": kernels.compilations(),
+    }

@@ -176,14 +176,15 @@ ARGUMENTS: dict[str, dict[str, Any]] = {"v4.1": {"limit_mm_per_prompt": {"image"
 """Arguments of vLLM's ``LLM`` that a model needs."""
 
 
-def write(model: str, layers: int, folder: Path) -> None:
-    """The configuration, and a tokenizer if the model asks for one: Engram hashes what tokens have in common."""
+def write(model: str, layers: int, folder: Path, tokenizer: bool = False) -> None:
+    """The configuration, and a tokenizer if asked for, or if the model needs one: Engram hashes what tokens have in
+    common."""
     config = MODELS[model](layers)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    if "engram_layer_ids" in config.get("text_config", config):
+    _put(folder / "config.json", json.dumps(config, indent=1))
+    if tokenizer or "engram_layer_ids" in config.get("text_config", config):
         words = _VOCABULARY - _CAPITALISED
         vocabulary = {f"w{i}": i for i in range(words)} | {f"W{i}": words + i for i in range(_CAPITALISED)}
-        tokenizer: dict[str, Any] = {
+        words_apart: dict[str, Any] = {
             "version": "1.0",
             "truncation": None,
             "padding": None,
@@ -194,5 +195,11 @@ def write(model: str, layers: int, folder: Path) -> None:
             "decoder": None,
             "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"},
         }
-        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        _put(folder / "tokenizer.json", json.dumps(words_apart))
+        _put(folder / "tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast"}')
+
+
+def _put(file: Path, text: str) -> None:
+    """Unless the file has this text already: an engine that was started before may be reading it."""
+    if not file.exists() or file.read_text() != text:
+        file.write_text(text)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tk_serving.bench.e2e import weights
-from tk_serving.bench.e2e.engine import Engine
+from tk_serving.bench.e2e.engine import Engine, timed
 
 
 class SGLang(Engine):
@@ -66,7 +66,7 @@ class SGLang(Engine):
         self.runner, _ = one_batch.load_model(arguments, one_batch.PortArgs.init_new(arguments), 0, 0)
         self.vocabulary = config.vocab_size
         runner = self.runner.torch_runner
-        runner.forward = self.timed(runner.forward)
+        runner.forward = timed(runner.forward, self.step_ms)
         if settings["backend"] == "tilekernels":
             sys.modules[self.plugin].warm_up()  # a scheduler does so before it is ready
         self.start_s = time.perf_counter() - started

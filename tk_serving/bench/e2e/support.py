@@ -21,11 +21,15 @@ def table(records: Iterable[Mapping[str, Any]]) -> str:
         "| model | engine, device | operators that ran | stays with the engine | logprob difference | ratio |",
         "|---|---|---|---|---|---|",
     ]
+    records = list(records)
+    measured = {(record.get("engine", "vllm"), row["model"]) for record in records for row in record["rows"]}
     for record in records:
         for model, sides in record.get("engines", {}).items():
             rows = [row for row in record["rows"] if row["model"] == model]
             outputs = record.get("outputs", {}).get(model)
             if "ours" not in sides or not (rows or outputs):  # a record of experts has the states of its modes
+                continue
+            if not rows and (record.get("engine", "vllm"), model) in measured:  # in another record, with times
                 continue
             ours = sides["ours"]
             layers = record.get("settings", {}).get(model, {}).get("layers")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,8 +27,14 @@ _SKIP = ("k_scale", "v_scale", "q_scale", "_prob_scale", "input_scale")
 _FROM_SUBLAYERS = ("o_proj", "wo_b", "down_proj", "w2_weight", "w2.weight", "engram.wkv")
 
 
-def fill(model: torch.nn.Module, config: Any) -> None:
-    """Overwrite every parameter of a model that is built but not yet processed; the same values for the same name."""
+def fill(model: torch.nn.Module, config: Any, ranks: Mapping[str, int] | None = None) -> None:
+    """Overwrite every parameter of a model that is built but not yet processed; the same values for the same name.
+
+    Args:
+        model: what the engine has built.
+        config: its configuration.
+        ranks: of which this process has one part only: the names of the modules, each with the number of the part.
+    """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)  # engines load in bfloat16, in which some router logits would be equal
     try:
@@ -37,7 +44,9 @@ def fill(model: torch.nn.Module, config: Any) -> None:
                 if name.endswith(_SKIP) or parameter.is_meta:  # as those of a vision tower that is left out
                     continue
                 device = parameter.device
-                generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+                part = (ranks or {}).get(name.rpartition(".")[0], 0)
+                seed = zlib.crc32((f"{name}@{part}" if part else name).encode())
+                generator = torch.Generator(device).manual_seed(seed)
                 _fill(name, parameter.data, config, preferences, generator)
     finally:
         torch.set_default_dtype(default)
@@ -153,6 +162,20 @@ def _preferences(config: Any) -> Tensor:
     return torch.stack(rows)
 
 
+def _parts_here(model: torch.nn.Module) -> dict[str, int]:
+    """The modules of vLLM that are divided among devices, each with the rank of this process."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    rank = get_tensor_model_parallel_rank()
+    return {
+        name: rank
+        for name, module in model.named_modules()
+        if (getattr(module, "tp_size", 1) > 1 and not isinstance(module, ReplicatedLinear))
+        or type(module).__name__ == "RoutedExperts"
+    }
+
+
 def register_vllm_loader(name: str = "tk_random") -> str:
     """Register :func:`fill` as a load format of vLLM in this process; return its name."""
     from vllm.model_executor.model_loader import register_model_loader
@@ -164,7 +187,7 @@ def register_vllm_loader(name: str = "tk_random") -> str:
             """Nothing to download."""
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-            fill(model, model_config.hf_text_config)
+            fill(model, model_config.hf_text_config, _parts_here(model))
             if getattr(model, "finalizes_weights_during_load", False):
                 model.process_weights_after_loading()  # type: ignore[operator]
 

@@ -1,25 +1,29 @@
 """A block takes one stream of every n-th token and keeps the sum of its weight gradients in registers.
 
+Meanwhile grad_out, x, k and v of its next token travel to shared memory. A thread copies what it alone will read.
 The gradient of the value sums over the streams: each block makes an equal share of its columns, from the rows of
 grad_out that the blocks of the other streams read at about the same time (the L2 cache has them).
 """
 
 import tilelang.language as T
 
-from tk_serving.engram.kernels.rows import COLUMNS, Row, block_sum, mover
+from tk_serving.engram.kernels.rows import COLUMNS, Row, block_sum, word_copier
 
 
 def build(hidden: int, streams: int, wide: bool):
-    row = Row(hidden, wide)
+    # A thread makes one word of the value's gradient and owns one for each stream, where that comes to whole warps.
+    share = -(-hidden // COLUMNS // streams)
+    row = Row(hidden, wide, share if share % 32 == 0 and share <= 256 else 0)
+    resident = max(1, min(4, (640 if row.steps <= 4 else 256) // row.threads))
     bf16, f32 = "bfloat16", "float32"
-    load, store = mover(row, bf16), mover(row, bf16, store=True)
     size, w_size = row.size(bf16), row.size(f32)
     per_word, planes = COLUMNS // size, COLUMNS // w_size
-    share = -(-row.words // streams)
     tokens, partials = T.dynamic("tokens", "int64"), T.dynamic("partials", "int64")
     k_token, k_stream, v_token = (T.dynamic(name, "int64") for name in ("k_token", "k_stream", "v_token"))
     gk_token, gk_stream, gv_token = (T.dynamic(name, "int64") for name in ("gk_token", "gk_stream", "gv_token"))
     dense = (tokens, streams, hidden)
+    X, K, V, GRAD = range(4)
+    fetch = word_copier(row, with_grad=True)
 
     @T.macro
     def value_gradient(grad_units, out_units, gate, token, stream, thread, image):
@@ -65,80 +69,89 @@ def build(hidden: int, streams: int, wide: bool):
         masked: T.int32,
     ):
         with T.Kernel(streams, partials, threads=row.threads) as (stream, group):
+            T.annotate_min_blocks_per_sm(resident)
             thread = T.get_thread_binding()
             grad_units = row.units(grad_out, tokens * streams * hidden, bf16)
-            x_units = row.units(hidden_states, tokens * streams * hidden, bf16)
-            k_units = row.units(k, tokens * k_token + streams * k_stream + hidden, bf16)
-            v_units = row.units(v, tokens * v_token + hidden, bf16)
             weight_units = row.units(weight, streams * hidden, f32)
             grad_x_units = row.units(grad_x, tokens * streams * hidden, bf16)
             grad_k_units = row.units(grad_k, tokens * gk_token + streams * gk_stream + hidden, bf16)
             grad_v_units = row.units(grad_v, tokens * gv_token + hidden, bf16)
             grad_w_units = row.units(grad_w, partials * streams * hidden, f32)
-            go_own = T.alloc_local((row.owned,), bf16)
-            x_own = T.alloc_local((row.owned,), bf16)
-            k_own = T.alloc_local((row.owned,), bf16)
-            v_own = T.alloc_local((row.owned,), bf16)
+            ring = T.alloc_shared((1, 4, row.steps, row.threads, COLUMNS), bf16)
+            ring_words = T.Tensor((1, 4, row.steps, row.threads), "int32x4", data=ring.data, scope="shared.dyn")
+            own = T.alloc_local((3,), "int32x4")
+            own_values = T.Tensor((3 * COLUMNS,), bf16, data=own.data, scope="local")
+            made = T.alloc_local((2,), "int32x4")
+            made_values = T.Tensor((2 * COLUMNS,), bf16, data=made.data, scope="local")
+            made_units = row.units(made, 2 * COLUMNS, bf16, "local")
             w = T.alloc_local((COLUMNS,), f32)
             gw_own = T.alloc_local((row.owned,), f32)
-            go_own_units = row.units(go_own, row.owned, bf16, "local")
-            x_own_units = row.units(x_own, row.owned, bf16, "local")
-            k_own_units = row.units(k_own, row.owned, bf16, "local")
-            v_own_units = row.units(v_own, row.owned, bf16, "local")
             w_units = row.units(w, COLUMNS, f32, "local")
             gw_own_units = row.units(gw_own, row.owned, f32, "local")
             partial = T.alloc_shared((2, row.threads // 32), f32)
             sums = T.alloc_local((1,), f32)  # grad_out v
             delta = T.alloc_local((1,), f32)
+            saved = T.alloc_local((4,), f32)
 
             for i in T.unroll(row.owned):
                 gw_own[i] = 0.0
+            if group < tokens:
+                for i in T.unroll(row.steps):
+                    fetch(hidden_states, k, v, grad_out, ring, 0, group, stream, i, thread)
+            T.ptx_commit_group()
             for step in T.serial(T.ceildiv(tokens - group, partials)):
                 token = step * partials + group
                 image = masked != 0 and mask[token] != 0
                 base = (token * streams + stream) * hidden // size
-                load(go_own_units, grad_units, base, thread)
-                load(v_own_units, v_units, token * v_token // size, thread)
-                load(x_own_units, x_units, base, thread)
-                load(k_own_units, k_units, (token * k_token + stream * k_stream) // size, thread)
+                saved[0] = dot[token, stream]
+                saved[1] = gate[token, stream]
+                saved[2] = rstd_x[token, stream]
+                saved[3] = rstd_k[token, stream]
                 value_gradient(grad_units, grad_v_units, gate, token, stream, thread, image)
-
+                T.ptx_wait_group(0)
                 sums[0] = 0.0
                 for i in T.unroll(row.steps):
                     if i * row.threads + thread < row.words:
+                        own[0] = ring_words[0, GRAD, i, thread]
+                        own[1] = ring_words[0, V, i, thread]
                         for j in T.unroll(COLUMNS):
-                            at = i * COLUMNS + j
-                            sums[0] = T.ieee_fmaf(T.cast(go_own[at], f32), T.cast(v_own[at], f32), sums[0])
+                            sums[0] = T.ieee_fmaf(
+                                T.cast(own_values[j], f32), T.cast(own_values[COLUMNS + j], f32), sums[0]
+                            )
                 block_sum(sums, 1, partial, step % 2, row.threads, thread)
-                d = dot[token, stream]
-                g = gate[token, stream]
-                inverse_x = rstd_x[token, stream]
-                inverse_k = rstd_k[token, stream]
-                similarity = T.abs(d) * T.float32(hidden**-0.5) * inverse_x * inverse_k
-                slope = T.sqrt(T.float32(hidden**-0.5) * inverse_x * inverse_k / T.abs(d))
-                delta[0] = T.if_then_else(similarity < clamp, 0.0, sums[0] * g * (1.0 - g) * 0.5 * slope)
-                pull_x = d * inverse_x * inverse_x / T.float32(hidden)
-                pull_k = d * inverse_k * inverse_k / T.float32(hidden)
-                if image:
-                    for i in T.unroll(row.owned):
-                        x_own[i] = go_own[i]
-                        k_own[i] = T.cast(0.0, bf16)
-                else:
-                    for i in T.unroll(row.steps):
-                        word = i * row.threads + thread
-                        if word < row.words:
+                similarity = T.abs(saved[0]) * T.float32(hidden**-0.5) * saved[2] * saved[3]
+                slope = T.sqrt(T.float32(hidden**-0.5) * saved[2] * saved[3] / T.abs(saved[0]))
+                delta[0] = T.if_then_else(similarity < clamp, 0.0, sums[0] * saved[1] * (1.0 - saved[1]) * 0.5 * slope)
+                pull_x = saved[0] * saved[2] * saved[2] / T.float32(hidden)
+                pull_k = saved[0] * saved[3] * saved[3] / T.float32(hidden)
+                for i in T.unroll(row.steps):
+                    word = i * row.threads + thread
+                    if word < row.words:
+                        own[0] = ring_words[0, GRAD, i, thread]
+                        own[1] = ring_words[0, X, i, thread]
+                        own[2] = ring_words[0, K, i, thread]
+                        if token + partials < tokens:
+                            fetch(hidden_states, k, v, grad_out, ring, 0, token + partials, stream, i, thread)
+                        if image:
+                            made[0] = own[0]
+                            for j in T.unroll(COLUMNS):
+                                made_values[COLUMNS + j] = T.cast(0.0, bf16)
+                        else:
                             for j in T.unroll(planes):
                                 w_units[j] = weight_units[(stream * row.words + word) * planes + j]
                             for j in T.unroll(COLUMNS):
-                                at = i * COLUMNS + j
-                                x = T.cast(x_own[at], f32)
-                                key = T.cast(k_own[at], f32)
-                                pushed = T.cast(go_own[at], f32) + delta[0] * (key * w[j] - x * pull_x)
-                                gw_own[at] = gw_own[at] + delta[0] * (x * key)
-                                x_own[at] = T.cast(pushed, bf16)
-                                k_own[at] = T.cast(delta[0] * (x * w[j] - key * pull_k), bf16)
-                store(x_own_units, grad_x_units, base, thread)
-                store(k_own_units, grad_k_units, (token * gk_token + stream * gk_stream) // size, thread)
+                                x = T.cast(own_values[COLUMNS + j], f32)
+                                key = T.cast(own_values[2 * COLUMNS + j], f32)
+                                pushed = T.cast(own_values[j], f32) + delta[0] * (key * w[j] - x * pull_x)
+                                gw_own[i * COLUMNS + j] = gw_own[i * COLUMNS + j] + delta[0] * (x * key)
+                                made_values[j] = T.cast(pushed, bf16)
+                                made_values[COLUMNS + j] = T.cast(delta[0] * (x * w[j] - key * pull_k), bf16)
+                        for j in T.unroll(per_word):
+                            grad_x_units[base + word * per_word + j] = made_units[j]
+                            grad_k_units[(token * gk_token + stream * gk_stream) // size + word * per_word + j] = (
+                                made_units[per_word + j]
+                            )
+                T.ptx_commit_group()
 
             for i in T.unroll(row.steps):
                 word = i * row.threads + thread

@@ -80,26 +80,41 @@ def mover(row: Row, dtype: str, store: bool = False):
     return move
 
 
-def copier(row: Row):
-    """Macro that starts to copy a thread's words of x, k and v of one token and stream to shared memory."""
+def word_copier(row: Row, with_grad: bool = False):
+    """Macro that starts to copy word ``i`` of a thread, of x, k, v and the gradient of one token and stream."""
 
     def word(shared, source):
         return T.evaluate(T.call_extern("handle", "tl::cp_async_gs<16>", shared, source))
 
     @T.macro
+    def fetch(x, k, v, grad, ring, slot, token, stream, i, thread):
+        column = (i * row.threads + thread) * COLUMNS
+        if i * row.threads + thread < row.words:
+            if row.wide:
+                word(T.address_of(ring[slot, 0, i, thread, 0]), T.address_of(x[token, stream, column]))
+                word(T.address_of(ring[slot, 1, i, thread, 0]), T.address_of(k[token, stream, column]))
+                word(T.address_of(ring[slot, 2, i, thread, 0]), T.address_of(v[token, column]))
+                if with_grad:
+                    word(T.address_of(ring[slot, 3, i, thread, 0]), T.address_of(grad[token, stream, column]))
+            else:
+                for j in T.unroll(COLUMNS):
+                    ring[slot, 0, i, thread, j] = x[token, stream, column + j]
+                    ring[slot, 1, i, thread, j] = k[token, stream, column + j]
+                    ring[slot, 2, i, thread, j] = v[token, column + j]
+                    if with_grad:
+                        ring[slot, 3, i, thread, j] = grad[token, stream, column + j]
+
+    return fetch
+
+
+def copier(row: Row):
+    """Macro that starts to copy all words of a thread, of x, k and v."""
+    word = word_copier(row)
+
+    @T.macro
     def fetch(x, k, v, ring, slot, token, stream, thread):
         for i in T.unroll(row.steps):
-            column = (i * row.threads + thread) * COLUMNS
-            if i * row.threads + thread < row.words:
-                if row.wide:
-                    word(T.address_of(ring[slot, 0, i, thread, 0]), T.address_of(x[token, stream, column]))
-                    word(T.address_of(ring[slot, 1, i, thread, 0]), T.address_of(k[token, stream, column]))
-                    word(T.address_of(ring[slot, 2, i, thread, 0]), T.address_of(v[token, column]))
-                else:
-                    for j in T.unroll(COLUMNS):
-                        ring[slot, 0, i, thread, j] = x[token, stream, column + j]
-                        ring[slot, 1, i, thread, j] = k[token, stream, column + j]
-                        ring[slot, 2, i, thread, j] = v[token, column + j]
+            word(x, k, v, x, ring, slot, token, stream, i, thread)
 
     return fetch
 

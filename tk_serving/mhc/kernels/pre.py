@@ -26,9 +26,11 @@ GATHERED, GIVEN = "gathered", "given"
 
 
 def shape(hidden: int) -> tuple[int, int]:
-    """(threads, words of a thread) of an input block, which holds a whole row."""
+    """(threads, words of a thread) of an input block, which holds a whole row: up to 320, if that leaves none idle."""
     words = hidden // VALUES
     each = -(-words // 256)
+    if words % 320 == 0:
+        each = words // 320
     return -(-words // each // 32) * 32, each
 
 

@@ -1,7 +1,8 @@
 """Routed experts with FP4 weights on FP8 tensor cores.
 
-Weights are upcast without a change of value, activations are cast to FP8. For GPUs that have FP8 but no FP4 matrix
-instructions (Hopper). No serving engine is imported: the grouped FP8 matrix product is an argument.
+Activations are cast to FP8. Weights are multiplied as they are (:mod:`tk_serving.modeling.fp8_experts.w4a8`), or upcast
+without a change of value; then the grouped FP8 matrix product is an argument, so that no serving engine is imported.
+For GPUs that have FP8 but no FP4 matrix instructions (Hopper).
 """
 
 from tk_serving.modeling.fp8_experts.chain import Product, routed_experts

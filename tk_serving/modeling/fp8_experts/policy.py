@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MODES = ("upcast", "resident", "stock")
-"""FP8 weights of one layer at a time in a shared workspace; of all layers, beside the FP4 ones; never."""
+MODES = ("w4a8", "upcast", "resident", "stock")
+"""FP4 weights multiplied as they are, in every step; FP8 weights of one layer at a time in a shared workspace; of all
+layers, beside the FP4 ones; never FP8."""
 
 PAIRS_PER_EXPERT = {"upcast": 72, "resident": 36}
 """(token, choice) pairs for each expert from which on the FP8 path is taken; measured against Marlin on an H200, one

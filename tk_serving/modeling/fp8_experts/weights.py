@@ -60,6 +60,15 @@ class Fp4Weights:
 
     def refusal(self) -> str | None:
         """Why these weights cannot become FP8, or None. Reads the scales, and codes where they decide."""
+        reason = self.refusal_of_shape()
+        if reason is not None:
+            return reason
+        if all(exact(codes, sf.view(torch.uint8)) for codes, sf in ((self.w13, self.w13_sf), (self.w2, self.w2_sf))):
+            return None
+        return "block scales span more than FP8 holds exactly"
+
+    def refusal_of_shape(self) -> str | None:
+        """The part of :meth:`refusal` that needs no values."""
         for name, codes, sf in (("w13", self.w13, self.w13_sf), ("w2", self.w2, self.w2_sf)):
             if codes.dtype != torch.int32 or codes.dim() != 3 or sf.dim() != 3 or sf.element_size() != 1:
                 return f"{name} is not FP4 in Marlin's layout"
@@ -70,8 +79,6 @@ class Fp4Weights:
                 return f"{name} of {n} x {k} is not made of blocks of {BLOCK} x {BLOCK}"
             if name == "w2" and k == BLOCK:
                 return f"the intermediate size of this rank is {BLOCK}"  # one scale a row: no column-major layout
-            if not exact(codes, sf.view(torch.uint8)):
-                return "block scales span more than FP8 holds exactly"
         return None
 
 

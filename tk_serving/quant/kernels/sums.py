@@ -12,17 +12,18 @@ def octet_sum(values, at):
 
 
 @T.macro
-def sum_of_row(total, shared, thread, warps):
+def sum_of_row(total, shared, thread, warps, turn=0):
     """total[0] becomes the sum over the threads of the block, a warp at a time.
 
-    ``shared``: float32 [warps]; before it is used again a barrier must follow.
+    ``shared``: float32 [warps]; before it is used again a barrier must follow. A caller that alternates ``turn`` has
+    float32 [2 * warps] and needs none: a thread reaches a half again only after the barrier of the other one.
     """
     for step in T.unroll(5):
         total[0] = total[0] + T.shfl_xor(total[0], 1 << step)
     if warps > 1:
         if thread % 32 == 0:
-            shared[thread // 32] = total[0]
+            shared[turn * warps + thread // 32] = total[0]
         T.sync_threads()
-        total[0] = shared[0]
+        total[0] = shared[turn * warps]
         for w in T.unroll(warps - 1):
-            total[0] = total[0] + shared[w + 1]
+            total[0] = total[0] + shared[turn * warps + w + 1]

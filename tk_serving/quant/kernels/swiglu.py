@@ -12,7 +12,6 @@ from tk_serving.quant.kernels.formats import OCTET, bits_of, float_of, fmax, oct
 from tk_serving.quant.kernels.scales import STORED, mode_of, scale_rule
 from tk_serving.quant.kernels.sources import SIZES, source, words_of
 from tk_serving.quant.kernels.tiles import (
-    HALVES,
     OCTETS,
     WARPS,
     first_octet,
@@ -27,8 +26,8 @@ from tk_serving.quant.scales import COLUMN, E4M3_COLUMN, PACKED, ROW
 DEAD, LIVE, ZERO = 0, 1, 2
 FEW = 512
 """Up to so many rows dead ones are loaded as well: to know which they are takes longer."""
-SHARED_ROWS = 32
-"""Rows that the warps of a block share where most may be dead: one for each lane of a warp."""
+AHEAD = 3
+"""Where a warp takes one half, so many routing weights a lane are loaded at once with the positions."""
 FULL = 0xFFFFFFFF
 LOCAL_MEMORY = {
     "by_group": "16 bytes on sm_100a, at the register bound that keeps enough warps on an SM; none on sm_90a"
@@ -43,6 +42,12 @@ def is_read(state, counters):
     return state != DEAD if counters else state == LIVE
 
 
+def octets_inside(octet, octets, halves):
+    """How many of a lane's octets are in the row."""
+    first = T.cast(octet < octets, "int32")
+    return first if halves == 1 else first + T.cast(octet + 32 < octets, "int32")
+
+
 class Rows(NamedTuple):
     """Run-time arguments that decide the state and the weight of a row."""
 
@@ -54,9 +59,12 @@ class Rows(NamedTuple):
     alignment: object
 
 
-def row_reader(weights, padding):
+def row_reader(weights, padding, ahead=0):
     """Macros ``prepare(given, row, rows, lane, state, place, at)`` and, to follow it, ``weigh(given, row, state, place,
     weight, at)``: state[at] and weight[at] of a row.
+
+    With ``ahead`` another pair for ``at`` 0: ``hold(given, lane, held)`` loads so many of the first routing weights
+    into each lane, before it is known which one the row has; ``weigh_held(..., held)`` takes it from there if it can.
 
     Args:
         weights: ``topk`` (of the flat routing weights, by position), ``row`` (one for each row, times a factor),
@@ -113,7 +121,28 @@ def row_reader(weights, padding):
             elif weights == "factor":
                 weight[at] = given.factor
 
-    return prepare, weigh
+    @T.macro
+    def hold(given, lane, held):
+        flat = T.Tensor((given.weights.shape[0] * given.weights.shape[1],), "float32", given.weights.data)
+        for k in T.unroll(ahead):
+            held[k] = flat[T.min(T.cast(k * 32 + lane, "int32"), flat.shape[0] - 1)]
+
+    @T.macro
+    def weigh_held(given, state, place, weight, held):
+        flat = T.Tensor((given.weights.shape[0] * given.weights.shape[1],), "float32", given.weights.data)
+        one = T.alloc_local((1,), "float32")
+        weight[0] = T.float32(1.0)
+        for k in T.unroll(ahead):
+            one[0] = T.shfl_sync(held[k], place[0] % 32, 32)
+            if place[0] // 32 == k:
+                weight[0] = one[0]
+        if place[0] >= 32 * ahead and place[0] < flat.shape[0]:
+            weight[0] = flat[place[0]]
+        if state[0] == LIVE and (place[0] < 0 or place[0] >= flat.shape[0]):
+            state[0] = ZERO
+            weight[0] = T.float32(1.0)
+
+    return (prepare, weigh, hold, weigh_held) if ahead else (prepare, weigh)
 
 
 LARGEST_GATE = 64.0
@@ -256,17 +285,17 @@ def weights_tensor(mode, rows):
     return T.Tensor((rows,) if mode == "row" else (T.dynamic("tokens"), T.dynamic("topk")), "float32")
 
 
-def padding_scales(npc, layout):
+def padding_scales(npc, layout, warps):
     """Macro ``clear(sf, stride, row, rows, warp, part, state)``: the scales of a lane's row in the columns of this
-    ``part`` become 0 if it is dead; the warps take turns at the columns."""
+    ``part`` become 0 if it is dead; ``warps`` warps with the same rows take turns at the columns."""
     dtype = STORED[layout]
     column_major = layout in (COLUMN, PACKED, E4M3_COLUMN)
     columns = max(1, OCTETS * OCTET // (npc * (4 if layout == PACKED else 1)))  # of scales, in a part
 
     @T.macro
     def clear(sf, stride, row, rows, warp, part, state):
-        for i in T.unroll((columns + WARPS - 1) // WARPS):
-            column = i * WARPS + warp
+        for i in T.unroll((columns + warps - 1) // warps):
+            column = i * warps + warp
             if state == DEAD and column < columns and part * columns + column < sf.shape[1]:
                 if column_major:
                     by_column = view(sf, (sf.shape[1], stride), dtype)
@@ -278,20 +307,26 @@ def padding_scales(npc, layout):
     return clear
 
 
-def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, aligned, zero_padding, rounded):
+def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, aligned, rounded, halves, shared_rows):
     """One scale for ``npc`` = 32, 64 or 128 columns; 0 writes bfloat16 or float32.
 
-    Without ``zero_padding`` dead rows of the data stay as they are; their scales are 0 all the same. Most may be dead
-    then, so a block looks through ``SHARED_ROWS`` at once, and its warps take turns at the live ones.
+    Args:
+        halves: of a tile; one, for few rows, gives the same work to twice the warps.
+        shared_rows: 0 writes all rows. Otherwise dead rows of the data stay as they are, while their scales are 0 all
+            the same. Most may be dead then, so a block looks through so many rows at once, 32 or 128, and its warps
+            take turns at the live ones.
     """
-    each = 1 if zero_padding else SHARED_ROWS // WARPS
-    prepare, weigh = row_reader(weights, padding)
-    activate = activation(HALVES, weights is not None, clamp, counters, x, rounded)
+    zero_padding = not shared_rows
+    each = 1 if zero_padding else shared_rows // WARPS
+    ahead = AHEAD if weights == "topk" and halves == 1 else 0
+    prepare, weigh, *held_weights = row_reader(weights, padding, ahead)
+    hold, weigh_held = held_weights or (None, None)
+    activate = activation(halves, weights is not None, clamp, counters, x, rounded)
     report = count_reporter(counters, WARPS)
     read, values_of = source(x, aligned), source("float32", True).decode
     write = octet_writer(fmt, aligned)
-    scales = group_scales(fmt, npc, layout, round_sf) if npc else None
-    clear_scales = None if zero_padding else padding_scales(npc, layout)
+    scales = group_scales(fmt, npc, layout, round_sf, halves=halves) if npc else None
+    clear_scales = None if zero_padding else padding_scales(npc, layout, WARPS * 32 // shared_rows)
     words_of_half = 2 * OCTET * SIZES[x] // 4
     out_dtype, out_bytes = stored_as(fmt)
     column_major = layout in (COLUMN, PACKED, E4M3_COLUMN)
@@ -305,7 +340,7 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
     @T.macro
     def load(values, raw, row, n, octet, octets, wanted):
         # One condition for each half: a branch around both is a second one that the loads wait for.
-        for h in T.unroll(HALVES):
+        for h in T.unroll(halves):
             if wanted and row < n and octet + h * 32 < octets:
                 read.load(values, row, octet + h * 32, raw, 2 * h)
                 read.load(values, row, octets + octet + h * 32, raw, 2 * h + 1)
@@ -313,26 +348,26 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
     @T.macro
     def finish(raw, state, weight, data, sf, stride, row, n, octet, octets, limit, floor, counts):
         """What follows the loads of a row."""
-        y = T.alloc_local((HALVES * OCTET,), "float32")
-        amax = T.alloc_local((HALVES,), "float32")
-        inverse = T.alloc_local((HALVES,), "float32")
+        y = T.alloc_local((halves * OCTET,), "float32")
+        amax = T.alloc_local((halves,), "float32")
+        inverse = T.alloc_local((halves,), "float32")
         eight = T.alloc_local((OCTET,), "float32")
         words = words_of(raw, x)  # zeros of parts of a word have other branches, and the kernel takes longer
-        for h in T.unroll(HALVES):
+        for h in T.unroll(halves):
             if octet + h * 32 >= octets:
                 for i in T.unroll(words_of_half):
                     words[0][h * words_of_half + i] = 0
-        for i in T.unroll(HALVES * OCTET):
+        for i in T.unroll(halves * OCTET):
             y[i] = T.float32(0.0)
-        present = T.cast(octet < octets, "int32") + T.cast(octet + 32 < octets, "int32")
+        present = octets_inside(octet, octets, halves)
         activate(raw, 0, present, state[0], weight[0], limit, y, counts)
-        for h in T.unroll(HALVES):
+        for h in T.unroll(halves):
             amax[h] = T.float32(0.0)
             for i in T.unroll(OCTET):
                 amax[h] = fmax(amax[h], T.abs(y[h * OCTET + i]))
         if npc:
             scales(amax, inverse, sf, stride, row, octet, octets, n, state, floor)
-        for h in T.unroll(HALVES):
+        for h in T.unroll(halves):
             if row < n and octet + h * 32 < octets:
                 values_of(y, h, eight)
                 write(data, row, octet + h * 32, eight, inverse[h] if npc else T.float32(1.0))
@@ -343,13 +378,19 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
         state = T.alloc_local((1,), "int32")
         place = T.alloc_local((1,), "int32")
         weight = T.alloc_local((1,), "float32")
-        raw = T.alloc_local((2 * HALVES * OCTET,), x)
+        raw = T.alloc_local((2 * halves * OCTET,), x)
+        held = T.alloc_local((max(1, ahead),), "float32")
+        if ahead:
+            hold(given, lane, held)
         prepare(given, row, n, lane, state, place, 0)
         if padding is None or n <= FEW:
             load(values, raw, row, n, octet, octets, True)
         else:
             load(values, raw, row, n, octet, octets, state[0] != DEAD)
-        weigh(given, row, state, place, weight, 0)
+        if ahead:
+            weigh_held(given, state, place, weight, held)
+        else:
+            weigh(given, row, state, place, weight, 0)
         finish(raw, state, weight, data, sf, stride, row, n, octet, octets, limit, floor, counts)
 
     @T.macro
@@ -365,7 +406,7 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
         left = T.alloc_local((1,), "uint32")  # a bit for each row
         at = T.alloc_local((1,), "int32")
         row = T.alloc_local((1,), "int64")  # a variable: an expression is slow to compile in place
-        raw = T.alloc_local((2 * HALVES * OCTET,), x)
+        raw = T.alloc_local((2 * halves * OCTET,), x)
         prepare(given, first + lane, n, lane, states, places, 0)
         left[0] = T.call_extern("uint32", "__ballot_sync", T.uint32(FULL), T.cast(states[0] != DEAD, "int32"))
         clear_scales(sf, stride, first + lane, n, warp, part, states[0])
@@ -383,6 +424,53 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
             for _ in T.unroll(WARPS):
                 left[0] = left[0] & (left[0] - T.uint32(1))
 
+    @T.macro
+    def convert_listed(given, values, data, sf, stride, first, n, octet, octets, thread, part, limit, floor, counts):
+        """The same of as many rows as the block has threads, each of which looks at one and lists it if it is live."""
+        lane = thread % 32
+        warp = thread // 32
+        states = T.alloc_local((1,), "int32")
+        places = T.alloc_local((1,), "int32")
+        weight_of_thread = T.alloc_local((1,), "float32")
+        mask = T.alloc_local((1,), "uint32")
+        at = T.alloc_local((1,), "int32")
+        total = T.alloc_local((1,), "int32")
+        state = T.alloc_local((1,), "int32")
+        weight = T.alloc_local((1,), "float32")
+        row = T.alloc_local((1,), "int64")
+        raw = T.alloc_local((2 * halves * OCTET,), x)
+        live_rows = T.alloc_shared((32 * WARPS,), "int32")
+        live_states = T.alloc_shared((32 * WARPS,), "int32")
+        live_weights = T.alloc_shared((32 * WARPS,), "float32")
+        of_warps = T.alloc_shared((WARPS,), "int32")
+        prepare(given, first + thread, n, lane, states, places, 0)
+        mask[0] = T.call_extern("uint32", "__ballot_sync", T.uint32(FULL), T.cast(states[0] != DEAD, "int32"))
+        if lane == 0:
+            of_warps[warp] = T.call_extern("int32", "__popc", mask[0])
+        T.sync_threads()
+        before = (T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1)
+        at[0] = T.call_extern("int32", "__popc", mask[0] & before)
+        total[0] = 0
+        for w in T.unroll(WARPS):
+            if w < warp:
+                at[0] = at[0] + of_warps[w]
+            total[0] = total[0] + of_warps[w]
+        clear_scales(sf, stride, first + thread, n, 0, part, states[0])
+        weigh(given, first + thread, states, places, weight_of_thread, 0)
+        if states[0] != DEAD:
+            live_rows[at[0]] = T.cast(thread, "int32")
+            live_states[at[0]] = states[0]
+            live_weights[at[0]] = weight_of_thread[0]
+        T.sync_threads()
+        for i in T.serial(T.ceildiv(total[0] - warp, WARPS)):
+            row[0] = first + live_rows[i * WARPS + warp]
+            load(values, raw, row[0], n, octet, octets, True)
+            state[0] = live_states[i * WARPS + warp]
+            weight[0] = live_weights[i * WARPS + warp]
+            finish(raw, state, weight, data, sf, stride, row[0], n, octet, octets, limit, floor, counts)
+
+    convert_shared = convert_live if shared_rows == 32 else convert_listed
+
     @T.prim_func
     def swiglu(
         values: T.Tensor((n, width), x),
@@ -399,13 +487,13 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
         alignment: T.int32,
     ):
         padded = stride if column_major else n
-        with T.Kernel(*grid(width // (2 * OCTET), T.ceildiv(padded, each)), threads=32 * WARPS) as (bx, by, bz):
+        with T.Kernel(*grid(width // (2 * OCTET), T.ceildiv(padded, each), halves), threads=32 * WARPS) as (bx, by, bz):
             if resident:
                 T.annotate_min_blocks_per_sm(resident)
             T.assume(width % (2 * OCTET) == 0)
             thread = T.get_thread_binding()
             octets = width // (2 * OCTET)
-            octet = first_octet(bx, thread)
+            octet = first_octet(bx, thread, halves)
             given = Rows(positions, row_weights, experts, psum, factor, alignment)
             counts = T.alloc_local((4,), "int32")
             for c in T.unroll(4):
@@ -415,7 +503,9 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
                 convert(given, values, data, sf, stride, row, n, octet, octets, thread % 32, limit, floor, counts)
             else:
                 first = row_of(by, bz, 0) * each
-                convert_live(given, values, data, sf, stride, first, n, octet, octets, thread, bx, limit, floor, counts)
+                convert_shared(
+                    given, values, data, sf, stride, first, n, octet, octets, thread, bx, limit, floor, counts
+                )
             if counters:
                 report(counts, totals, thread)
 

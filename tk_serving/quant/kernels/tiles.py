@@ -2,7 +2,8 @@
 
 A warp takes 512 columns of a token: a lane has eight columns in each half of 256, so loads are 16 bytes and a group of
 16 ... 128 columns is 2 ... 16 lanes, whose maximum takes shuffles only. 512 columns hold whole words of four UE8M0
-exponents. More rows for each warp were slower: too much in flight for the L1 cache.
+exponents. More rows for each warp were slower: too much in flight for the L1 cache. With few rows a warp may take one
+half alone, where that still holds whole words.
 """
 
 import tilelang.language as T
@@ -19,18 +20,18 @@ OCTETS = 32 * HALVES
 GRID_Y = 32768
 
 
-def grid(octets, rows):
+def grid(octets, rows, halves=HALVES):
     """Blocks: tiles along a row, then groups of ``WARPS`` rows folded into two dimensions."""
     groups = T.ceildiv(rows, WARPS)
-    return T.ceildiv(octets, OCTETS), T.min(groups, GRID_Y), T.ceildiv(groups, GRID_Y)
+    return T.ceildiv(octets, 32 * halves), T.min(groups, GRID_Y), T.ceildiv(groups, GRID_Y)
 
 
 def row_of(by, bz, thread):
     return (bz * GRID_Y + by) * WARPS + thread // 32
 
 
-def first_octet(bx, thread):
-    return bx * OCTETS + thread % 32
+def first_octet(bx, thread, halves=HALVES):
+    return bx * (32 * halves) + thread % 32
 
 
 @T.macro
@@ -59,14 +60,14 @@ def inside(octet, half, octets, whole):
     return True if whole else octet + half * 32 < octets
 
 
-def group_scales(fmt, npc, layout, round_sf, whole=False):
+def group_scales(fmt, npc, layout, round_sf, whole=False, halves=HALVES):
     """Macro ``scales(amax, inverse, sf, stride, row, octet, octets, tokens, live, floor)``.
 
     Turns the maxima of the lanes, one for each half, into the multipliers of the groups and stores the scales. A row
     with live[0] == 0 gets scale 0; rows from ``tokens`` to ``stride`` are the padding of column-major storage.
 
     Even lanes look after the first half, odd ones after the second, so that each computes one scale; then they exchange
-    the multipliers.
+    the multipliers. With one half every lane computes the scale of its group.
     """
     lanes = npc // OCTET
     mode = mode_of(layout, round_sf)
@@ -127,4 +128,22 @@ def group_scales(fmt, npc, layout, round_sf, whole=False):
         for h in T.unroll(HALVES):
             inverse[h] = T.shfl_sync(multiplier[0], h, lanes)
 
-    return scales
+    @T.macro
+    def scales_of_half(amax, inverse, sf, stride, row, octet, octets, tokens, live, floor):
+        most = T.alloc_local((1,), "float32")
+        scale = T.alloc_local((1,), "float32")
+        multiplier = T.alloc_local((1,), "float32")
+        most[0] = amax[0]
+        for step in T.unroll(lanes.bit_length() - 1):
+            most[0] = fmax(most[0], T.shfl_xor(most[0], 1 << step))
+        rule(most[0], floor, scale, multiplier)
+        if live[0] == 0:
+            scale[0] = T.float32(0.0)
+        if layout == PACKED:
+            store_word(sf, bits_of(scale[0]) >> 23, row, octet, octets, stride, 0)
+        else:
+            if octet % lanes == 0:
+                store(sf, T.cast(scale[0], dtype), row, octet, octets, tokens, stride)
+        inverse[0] = multiplier[0]
+
+    return scales if halves == HALVES else scales_of_half

@@ -199,6 +199,20 @@ void copy_wait(unsigned groups) {
 }
 void copy_wait_all() { arrive_until(copies[indices.linear].committed + 1); }
 
+void copy_bulk(unsigned address, const void* global, int size, unsigned mbarrier) {
+  const char* source = static_cast<const char*>(global);
+  char* destination = static_cast<char*>(shared_pointer(address));
+  const void* caller = __builtin_return_address(0);
+  if (uintptr_t(global) % 16 || uintptr_t(destination) % 16 || size % 16)
+    fail("misaligned address: cp.async.bulk of %d bytes [at %p]", size, caller);
+  for (int i = 0; i < size; i += 16) {
+    check(reinterpret_cast<uintptr_t>(source + i), 16, Access::kRead, caller);
+    check(reinterpret_cast<uintptr_t>(destination + i), 16, Access::kWrite, caller);
+    memcpy(destination + i, source + i, 16);
+  }
+  mbarrier_complete(mbarrier, size);
+}
+
 void memory_begin_launch(char* stacks_begin, size_t stacks_size, const char* image_begin, size_t image_size) {
   checking = true;
   stacks = {reinterpret_cast<uintptr_t>(stacks_begin), stacks_size};

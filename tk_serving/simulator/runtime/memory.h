@@ -33,6 +33,9 @@ void copy_commit();
 void copy_wait(unsigned groups);
 void copy_wait_all();
 
+// cp.async.bulk: the bytes are there at once, and counted at the mbarrier.
+void copy_bulk(unsigned shared, const void* global, int size, unsigned mbarrier);
+
 }  // namespace sim
 
 extern "C" {

@@ -85,7 +85,7 @@ constexpr size_t kPage = 4096;
 constexpr size_t kMaxShared = 227 << 10;  // what a Hopper block can have
 constexpr int kMaxThreads = 1024, kBarriers = 16;
 
-enum class State { kReady, kBarrier, kWarp, kFinished };
+enum class State { kReady, kBarrier, kMbarrier, kWarp, kFinished };
 
 struct Thread {
   Context context;
@@ -104,9 +104,17 @@ struct Barrier {
   int line = 0;
 };
 
+struct Mbarrier {
+  int count, pending;
+  long bytes = 0;
+  unsigned phase = 0;
+  std::vector<int> waiting;
+};
+
 Thread threads[kMaxThreads];
 char* stacks;  // of all threads, one after another
 Barrier barriers[kBarriers];
+std::map<unsigned, Mbarrier> mbarriers;  // by address
 Visit* visits[kMaxThreads];  // what each waiting lane brought to its warp operation
 int num_threads;
 int num_finished;
@@ -170,7 +178,7 @@ std::string deadlock() {
   std::map<std::tuple<int, int, std::string>, std::vector<int>> groups;
   for (int t = 0; t < num_threads; t++) {
     const Thread& w = threads[t];
-    bool waits = w.state == State::kBarrier || w.state == State::kWarp;
+    bool waits = w.state != State::kReady && w.state != State::kFinished;
     int barrier = w.state == State::kBarrier ? w.barrier : 0;
     groups[{int(w.state), barrier, waits ? place(w.file, w.line) : ""}].push_back(t);
   }
@@ -182,6 +190,8 @@ std::string deadlock() {
     if (State(state) == State::kBarrier)
       text += (barrier ? " wait at barrier " + std::to_string(barrier) : std::string(" wait at __syncthreads")) + " (" +
               where + ")";
+    else if (State(state) == State::kMbarrier)
+      text += " wait at an mbarrier (" + where + ")";
     else if (State(state) == State::kWarp)
       text += " wait for lanes of their warp (" + where + ")";
     else
@@ -252,12 +262,29 @@ Barrier& arrive(int id, int count, const char* file, int line) {
   return barrier;
 }
 
+Mbarrier& mbarrier_at(unsigned address) {
+  auto found = mbarriers.find(address);
+  if (found == mbarriers.end()) fail("no mbarrier was initialised at shared address %u", address);
+  return found->second;
+}
+
+// Ends the phase if nothing is missing. That orders memory accesses as a barrier of the block does.
+void end_phase(Mbarrier& barrier) {
+  if (barrier.pending || barrier.bytes) return;
+  block_epoch++;
+  barrier.phase ^= 1;
+  barrier.pending = barrier.count;
+  for (int t : barrier.waiting) make_ready(t);
+  barrier.waiting.clear();
+}
+
 void run_block() {
   int n = num_threads;
   for (Barrier& barrier : barriers) {
     barrier.arrived = 0;
     barrier.waiting.clear();
   }
+  mbarriers.clear();
   memset(visits, 0, sizeof(visits));
   // A NaN pattern, so that reads before writes become visible.
   memset(dynamic_storage.data(), 0xff, dynamic_storage.size());
@@ -305,6 +332,32 @@ void barrier_wait(int id, int count, const char* file, int line) {
 }
 
 void barrier_arrive(int id, int count, const char* file, int line) { arrive(id, count, file, line); }
+
+void mbarrier_init(unsigned address, int count) { mbarriers[address] = {count, count}; }
+
+void mbarrier_arrive(unsigned address, int expected_bytes) {
+  Mbarrier& barrier = mbarrier_at(address);
+  memory_settle();
+  if (barrier.pending == 0) fail("more threads arrive at the mbarrier at shared address %u than it has room for", address);
+  barrier.pending--;
+  barrier.bytes += expected_bytes;
+  end_phase(barrier);
+}
+
+void mbarrier_complete(unsigned address, int bytes) {
+  Mbarrier& barrier = mbarrier_at(address);
+  memory_settle();
+  barrier.bytes -= bytes;
+  end_phase(barrier);
+}
+
+void mbarrier_wait(unsigned address, unsigned parity, const char* file, int line) {
+  Mbarrier& barrier = mbarrier_at(address);
+  while (barrier.phase == parity) {
+    barrier.waiting.push_back(indices.linear);
+    wait(State::kMbarrier, file, line);
+  }
+}
 
 void warp_wait(Visit& visit) {
   int first = indices.linear & ~31, lanes = num_threads - first < 32 ? num_threads - first : 32;

@@ -29,6 +29,12 @@ void barrier_wait(int id, int count, const char* file, int line);
 // bar.arrive: counts as an arrival without waiting.
 void barrier_arrive(int id, int count, const char* file, int line);
 
+// mbarrier: a phase ends when all arrivals and bytes that it waits for have come; `parity` names the phase.
+void mbarrier_init(unsigned address, int count);
+void mbarrier_arrive(unsigned address, int expected_bytes);
+void mbarrier_complete(unsigned address, int bytes);
+void mbarrier_wait(unsigned address, unsigned parity, const char* file, int line);
+
 // A warp-wide operation: each lane brings a Visit; once all lanes of the mask have come, `resolve` computes every
 // lane's result from the values of all (lanes[i] is null for lanes outside the mask).
 struct Visit {

@@ -1,0 +1,72 @@
+"""In vLLM's own worker processes: random weights as a load format, and what the benchmark asks a worker.
+
+``--worker-extension-cls tk_serving.bench.e2e.worker.Extension --load-format tk_random`` serves a folder that holds a
+configuration only.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from tk_serving.bench.e2e import changed
+from tk_serving.bench.e2e.engine import by_kernel, state_here, timed
+from tk_serving.bench.e2e.weights import register_vllm_loader
+
+LOAD_FORMAT = register_vllm_loader()
+NAME = f"{__name__}.Extension"
+
+
+class Extension:
+    """Methods for ``collective_rpc``; vLLM adds this class to the bases of its worker."""
+
+    model_runner: Any
+    get_model: Any
+
+    def tk_time_steps(self) -> None:
+        """Put events around every step from now on."""
+        self._tk_steps: list[tuple[Any, Any]] = []
+        self.model_runner.execute_model = timed(self.model_runner.execute_model, self._tk_steps)
+
+    def tk_steps(self) -> list[float]:
+        """Milliseconds of the steps since the last call."""
+        torch.cuda.synchronize()
+        found = [before.elapsed_time(after) for before, after in self._tk_steps]
+        self._tk_steps.clear()
+        return found
+
+    def tk_change(self, share: float, octaves: int) -> str:
+        """Slightly other weights, until :meth:`tk_restore`; why not, if the model cannot be changed so."""
+        self._tk_changed = ExitStack()
+        try:
+            if share:
+                self._tk_changed.enter_context(changed.moved(self.get_model(), share))
+            if octaves:
+                self._tk_changed.enter_context(changed.damped(self.get_model(), octaves))
+        except ValueError as error:
+            self._tk_changed.close()
+            return str(error)
+        return ""
+
+    def tk_restore(self) -> None:
+        self._tk_changed.close()
+
+    def tk_state(self) -> dict[str, Any]:
+        """What this process did so far."""
+        return state_here("tk_serving_vllm.activate")
+
+    def tk_memory(self) -> dict[str, float]:
+        """MiB of the device that torch has reserved here; other processes may use the device, too."""
+        return {"reserved_mib": round(torch.cuda.memory_reserved() / 2**20, 1)}
+
+    def tk_profile(self, times: int = 0) -> dict[str, Any]:
+        """Begin, or, with a number of steps, end and return what kernels took for one of them."""
+        if not times:
+            self._tk_profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self._tk_profiler.start()
+            return {}
+        torch.cuda.synchronize()
+        self._tk_profiler.stop()
+        return by_kernel(self._tk_profiler, times)

@@ -1,0 +1,37 @@
+"""Programmatic dependent launch: a kernel is launched before the one before it has ended, and waits for that itself.
+
+Every thread of every block waits before all else, so whatever a kernel reads was written and whatever it overwrites was
+read; launches of other libraries may stand before and behind it, whether they use this or not. Only then it lets the
+next launch begin: a kernel that has begun to work is behind all launches before it, so a chain of early ones stays in
+order. No kernel knows of this; one pass puts it into all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def waiting(prim_func: Any) -> Any:
+    """The same function with the wait and the trigger at its start; TileLang then asks for the early launch.
+
+    Raises:
+        ValueError: it has no kernel, or several.
+    """
+    import tilelang.language as T  # noqa: N812  the custom of TileLang
+    from tilelang import tvm
+
+    found = []
+
+    def visit(node: Any) -> Any:
+        if node.name_hint != "tilelang_root":
+            return None
+        found.append(node)
+        start = [tvm.tirx.Evaluate(call) for call in (T.pdl_sync(), T.pdl_trigger())]
+        body = tvm.tirx.SeqStmt([*start, node.body])
+        rest = (node.init, node.alloc_buffers, node.match_buffers, node.annotations)
+        return type(node)(node.iter_vars, node.reads, node.writes, node.name_hint, body, *rest)
+
+    body = tvm.tirx.stmt_functor.ir_transform(prim_func.body, None, visit, ["tirx.SBlock"])
+    if len(found) != 1:
+        raise ValueError(f"{prim_func.attrs['global_symbol']}: expected one kernel, got {len(found)}")
+    return prim_func.with_body(body)
