@@ -166,14 +166,37 @@ def _times(row: dict) -> str:
 
 def sglang_phases() -> str:
     """Whole engines of SGLang, stock against ours, as the record has them."""
-    record = json.loads((ROOT / "docs/records/e2e-sglang-h200.json").read_text())
+    return _phases("e2e-sglang-h200.json")
+
+
+def sglang_experts() -> str:
+    """FP4 experts in SGLang, multiplied as they are, against stock."""
+    return _phases("e2e-sglang-fp8-experts.json")
+
+
+def _phases(name: str) -> str:
+    record = json.loads((ROOT / "docs/records" / name).read_text())
     rows = []
     for row in record["rows"]:
-        verdict = "equal" if row.get("equal") else "not equal"
-        times = f"{row['stock']:.3f} / {row['ours']:.3f}"
-        kernels = f"{row['gpu_ms']['stock']:.3f} / {row['gpu_ms']['ours']:.3f}"
-        rows.append([row["model"], row["phase"], times, f"{row['ratio']:.2f}", kernels, verdict])
-    return table("model | phase | stock / ours, ms | ratio | sum of the kernels, ms | outputs", rows)
+        fastest = " / ".join(f"{min(row['rounds_ms'][side]):.3f}" for side in ("stock", "ours"))
+        verdict = "equal" if row["equal"] else "not equal"
+        median = f"{row['stock']:.3f} / {row['ours']:.3f}"
+        rows.append([row["model"], row["phase"], median, f"{row['ratio']:.2f}", fastest, verdict])
+    return table("model | phase | median, stock / ours | ratio | fastest round, stock / ours | outputs", rows)
+
+
+def sglang_busy() -> str:
+    """The time in which any kernel ran, by side, from the same records."""
+    rows = []
+    for name, other in (("e2e-sglang-h200.json", "ours"), ("e2e-sglang-fp8-experts.json", "w4a8")):
+        found = json.loads((ROOT / "docs/records" / name).read_text())["waits"]
+        for model in (key for key in found if key != "what"):
+            cells = []
+            for what in ("1 x (32 + 8)", "64 x (32 + 8)", "1 x (8000 + 0)"):
+                stock, ours = (found[model][side][what]["busy_us"] / 1e3 for side in ("stock", other))
+                cells.append(f"{stock:.2f} / {ours:.2f}, {stock / ours:.2f}")
+            rows.append([model + (f", experts {other}" if other != "ours" else ""), *cells])
+    return table("model | 1 sequence: prompt of 32, 8 steps | 64 sequences: the same | prompt of 8000", rows)
 
 
 NOT_OURS = frozenset(("routed experts", "attention", "dense products", "other", "copies", "compiled"))
@@ -234,25 +257,23 @@ def _apart(level: dict) -> str:
     return f"{level['mean_logprob_diff']:.4f} ({level['max_logprob_diff']:.3f})"
 
 
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value > 1000 else f"{value:.4f}"
+
+
 def vllm_bench() -> str:
     """``vllm bench`` on both engines."""
     rows = [
-        [model, name, f"{run['stock']:.4g} / {run['ours']:.4g} {run['unit']}", f"{run['ratio']:.3f}"]
+        [model, name, f"{_short(run['stock'])} / {_short(run['ours'])} {run['unit']}", f"{run['ratio']:.3f}"]
         for model, runs in vllm_record().get("vllm_bench", {}).items()
         for name, run in runs.items()
     ]
     return table("model | `vllm bench` | stock / ours | ratio", rows)
 
 
-def sglang_experts() -> str:
-    """FP4 experts in SGLang, as they are multiplied with our product, against stock."""
-    return fp4_experts("e2e-sglang-fp8-experts.json")
-
-
-def fp4_experts(name: str = "e2e-hopper-fp8-experts.json") -> str:
-    """FP4 experts in FP8 inside an engine, in every way, against stock: times, ratios and memory, as the record has
-    them."""
-    record = json.loads((ROOT / "docs/records" / name).read_text())
+def fp4_experts() -> str:
+    """FP4 experts in FP8 inside vLLM, in every way, against stock: times, ratios and memory, as the record has them."""
+    record = json.loads((ROOT / "docs/records/e2e-hopper-fp8-experts.json").read_text())
     found: dict[str, dict[str, dict]] = {}
     for row in record["rows"]:
         step, _, mode = row["phase"].partition(", experts ")
@@ -305,6 +326,7 @@ SECTIONS = {
     "sglang-times": sglang_times,
     "sglang-phases": sglang_phases,
     "sglang-experts": sglang_experts,
+    "sglang-busy": sglang_busy,
     "experts": fp4_experts,
     "vllm-phases": vllm_phases,
     "vllm-outputs": vllm_outputs,

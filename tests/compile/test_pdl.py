@@ -19,8 +19,8 @@ def _restore():
 
 
 def launch():
-    op = find("cast")
-    return op.plan(*op.bind(torch.ones(8, dtype=torch.bfloat16), torch.float8_e4m3fn)).launches[0]
+    op = find("per_token_cast")
+    return op.plan(*op.bind(torch.ones(2, 128, dtype=torch.bfloat16), "e4m3", 128)).launches[0]
 
 
 def test_the_launch_is_asked_to_be_early():
@@ -38,11 +38,11 @@ def test_off_means_without():
 
 
 def test_on_and_off_are_two_kernels_and_two_plans():
-    op, x = find("cast"), torch.ones(8, dtype=torch.bfloat16)
+    op, x = find("per_token_cast"), torch.ones(2, 128, dtype=torch.bfloat16)
     found = []
     for enabled in (True, False):
         config.set_pdl(enabled)
-        found.append((cache.digest(launch(), "sm_90a"), launch(), kept.form(op, op.bind(x, torch.float8_e4m3fn))))
+        found.append((cache.digest(launch(), "sm_90a"), launch(), kept.form(op, op.bind(x, "e4m3", 128))))
     assert all(a != b for a, b in zip(*found, strict=True))
 
 

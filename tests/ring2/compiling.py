@@ -61,7 +61,7 @@ def measure(launches: Sequence[Launch], arch: str) -> dict[str, dict]:
         prim_func = kernels.built(launch)
         texts[str(launch)] = cuda = source.generate(prim_func, arch).cuda
         counts = {"written": count_atomics(prim_func.script()), "generated": count_atomics(cuda)}
-        found[str(launch)] = {**counts, "early": before_wait(cuda)}
+        found[str(launch)] = {**counts, "early": before_wait(cuda) if launch.pdl else []}
     resources = _compile(texts, arch)
     return {name: found[name] | resources[name] for name in texts}
 

@@ -1,7 +1,10 @@
 """The calls of the measurement on CPU tensors, and the table made from its record."""
 
 import dataclasses
+import gc
 import json
+import weakref
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -132,3 +135,17 @@ def test_what_is_slower_stays_with_sglang(tmp_path, monkeypatch):
     assert _calls.plan("swiglu", ("swiglu_forward",), swiglu_forward, x, "bf16") is not None
     (counted,) = dispatch.counters()
     assert counted["reason"] == "0.50x SGLang's speed at 1 tokens in the record"
+
+
+def test_what_a_graph_reads_lives_as_long_as_its_measurement(monkeypatch):
+    for name in ("Stream", "stream", "synchronize", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    x = torch.ones(1)
+    read = weakref.ref(x)
+    microseconds = measure.microseconds(lambda x=x: x + 1)
+    del x
+    gc.collect()
+    assert read() is not None
+    del microseconds
+    gc.collect()
+    assert read() is None

@@ -119,7 +119,7 @@ def _panel(axis: Any, record: Record, rows: Sequence[Row], colors: dict[str, str
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(tokens, [f"{count // 1024}k" if count % 1024 == 0 else str(count) for count in tokens])
-    top = max(record.copy_gbps, *(speed for row in rows for name in colors if (speed := _gbps(row, name))))
+    top = max([record.copy_gbps, *(speed for row in rows for name in colors if (speed := _gbps(row, name)))])
     axis.set_ylim(top=2 * top)
     axis.tick_params(labelsize=6)
     axis.minorticks_off()

@@ -3,7 +3,10 @@
 Every thread of every block waits before all else, so whatever a kernel reads was written and whatever it overwrites was
 read; launches of other libraries may stand before and behind it, whether they use this or not. Only then it lets the
 next launch begin: a kernel that has begun to work is behind all launches before it, so a chain of early ones stays in
-order. No kernel knows of this; one pass puts it into all of them.
+order. No kernel knows of this; one pass puts it into all but those whose launch says ``pdl=False``.
+
+TileLang then declares pointers without ``__restrict__``, as the compiler could read before the wait otherwise. Kernels
+whose loads have to overtake their stores lose more by that than they gain.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ def _plan(
         "mhc.fn_normw_merge:backward",
         {"columns": columns, **given},
         lambda outs, grad, fn, weight, *_: (rows(grad, columns), rows(fn, columns), rows(weight), outs[0], outs[1]),
+        pdl=False,  # its loads have to overtake its stores
     )
     return Plan(slots, (launch,))
 

@@ -73,9 +73,8 @@ def _launch(size: int, start: int, layers: int, updates: int) -> Launch:
             )
         return tuple(flat)
 
-    return Launch(
-        "mhc.recompute", {"hidden": size, "layers": layers, "last_update": updates >= start + layers}, arguments
-    )
+    config = {"hidden": size, "layers": layers, "last_update": updates >= start + layers}
+    return Launch("mhc.recompute", config, arguments, pdl=False)  # its loads have to overtake its stores
 
 
 def _inputs(make: Maker, *, tokens: int, hidden: int, layers: int = 10, last_update: bool = False) -> tuple:

@@ -44,6 +44,7 @@ def _plan(
             outs[2].view(-1, MULT),
             outs[3].view(-1, MULT * MULT),
         ),
+        pdl=False,  # its loads have to overtake its stores
     )
     return Plan(outputs, (launch,) if count(tokens) else ())
 

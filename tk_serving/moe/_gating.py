@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tk_serving.compare import BITWISE, Close, Equality
+from tk_serving.config import get_pdl
 from tk_serving.expect import Expect
 from tk_serving.moe import _contents
+from tk_serving.plan import Launch
 from tk_serving.workloads import Maker
 
 MAX_EXPERTS = 4096
@@ -199,6 +203,11 @@ def verify(
 def is_spread(tokens: int) -> bool:
     """Whether the kernel takes a block for each token: as long as all blocks run at once, for the latency."""
     return tokens <= MAX_SPREAD_TOKENS
+
+
+def launch(config: dict[str, Any], arguments: Callable[..., tuple]) -> Launch:
+    """The launch of a router gate; with a warp for each token an early launch costs more than it hides."""
+    return Launch("moe.gate", config, arguments, pdl=get_pdl() and (config["spread"] or bool(config["table"])))
 
 
 OPTIONAL = (

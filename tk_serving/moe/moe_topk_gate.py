@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tk_serving.expect import Expect, short
 from tk_serving.moe import _contents, _gating
-from tk_serving.operator import Existing, Launch, Out, Plan, Quantized, operator
+from tk_serving.operator import Existing, Out, Plan, Quantized, operator
 from tk_serving.workloads import Maker, Model, serving, variants
 
 _expect = Expect("moe_topk_gate")
@@ -99,7 +99,7 @@ def _plan(
         "logits_dtype": short(logits.dtype),
         "ids_dtype": "int32" if int32_ids else "int64",
     }
-    return Plan(results, (Launch("moe.gate", config, _arguments),) if tokens else ())
+    return Plan(results, (_gating.launch(config, _arguments),) if tokens else ())
 
 
 def _check_table(

@@ -9,7 +9,7 @@ from torch import Tensor
 from tk_serving.expect import Expect, short
 from tk_serving.moe import _gating
 from tk_serving.moe.mask_indices_by_tp import mask_indices_by_tp
-from tk_serving.operator import Launch, Out, Plan, operator
+from tk_serving.operator import Out, Plan, operator
 from tk_serving.workloads import Maker, Model, serving, variants
 
 _expect = Expect("top2_sum_gate")
@@ -81,7 +81,7 @@ def _plan(
         "ids_dtype": "int32" if int32_ids else "int64",
     }
     shape = (tokens, num_topk + shared)
-    launches = (Launch("moe.gate", config, _arguments),) if tokens else ()
+    launches = (_gating.launch(config, _arguments),) if tokens else ()
     ids_dtype = torch.int32 if int32_ids else torch.int64
     return Plan((Out(shape, ids_dtype), Out(shape, torch.float32)), launches)
 

@@ -1,6 +1,6 @@
 """Routed experts with FP4 weights on Hopper's FP8 tensor cores.
 
-With ``w4a8`` every step runs there (:mod:`tk_serving_vllm.sites._fp4_as_it_is`), with ``upcast`` and ``resident`` those
+With ``w4a8`` every step runs there (:mod:`tk_serving_vllm.sites._w4a8_experts`), with ``upcast`` and ``resident`` those
 with many tokens do.
 """
 
@@ -21,9 +21,9 @@ from tk_serving.modeling.fp8_experts import Fp4Weights, Layer, Layers, Policy, a
 from tk_serving.modeling.fp8_experts.chain import OPERATORS, calls
 from tk_serving.operator import Quantized
 from tk_serving_patches import Function, Site
-from tk_serving_vllm.sites import _fp4_as_it_is
+from tk_serving_vllm.sites import _w4a8_experts
 from tk_serving_vllm.sites._calls import left_to_engine, local_ids, on, refusal
-from tk_serving_vllm.sites._fp4_as_it_is import SMALLEST_MAXIMUM, LaidOut
+from tk_serving_vllm.sites._w4a8_experts import SMALLEST_MAXIMUM, LaidOut
 
 _MARLIN = "vllm.model_executor.layers.fused_moe.experts.marlin_moe"
 _METHOD = "vllm.model_executor.layers.quantization.mxfp4:Mxfp4MoEMethod"
@@ -106,7 +106,7 @@ def _setup_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _prepare(experts: Any, layer: Any) -> LaidOut | _Taken | str:
     if settings.experts == "w4a8":
-        return _fp4_as_it_is.prepare(experts, layer)
+        return _w4a8_experts.prepare(experts, layer)
     weights = Fp4Weights(
         layer.w13_weight.data, layer.w13_weight_scale.data, layer.w2_weight.data, layer.w2_weight_scale.data
     )

@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default="tilekernels", choices=("tilekernels", "auto"))
     parser.add_argument("--start-limit", type=float, default=400, help="seconds within which the server is ready")
     parser.add_argument("--arguments", default="", help="further arguments of `vllm serve`")
+    parser.add_argument("--revision", default="", help="Git revision for the record where there is no checkout")
     parser.add_argument("--logs", type=Path, default=None, help="folder for the model and the server's log")
     parser.add_argument("--json", type=Path, default=None, help="the record")
     parser.add_argument("--folder", type=Path, default=None, help="a model of one's own, instead of --model")
@@ -87,7 +88,7 @@ def run(options: Any) -> dict[str, Any]:
         "command": shlex.join(command[2:]),
         "device": _device(),
         "versions": versions(),
-        "revision": revision() or os.environ.get("REV", ""),
+        "revision": options.revision or revision(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     with _server(command, environment, logs / "server.log") as server:
@@ -96,7 +97,8 @@ def run(options: Any) -> dict[str, Any]:
         except Exception as error:
             record["failed"] = f"{type(error).__name__}: {error}"[:2000]
         log = (logs / "server.log").read_text(errors="replace")  # before it is told to end
-    record["errors_in_log"] = [line[:300] for line in log.splitlines() if re.search(r"\bERROR\b|JIT compil", line)][:20]
+    bad = re.compile(r"\bERROR\b|\bWARNING\b.*JIT")
+    record["errors_in_log"] = [line[:300] for line in log.splitlines() if bad.search(line)][:20]
     record["passes"] = judge(record)
     _write(options, record)
     return record

@@ -10,10 +10,9 @@ layers, beside the FP4 ones; never FP8."""
 
 PAIRS_PER_EXPERT = {"upcast": 72, "resident": 36}
 """(token, choice) pairs for each expert from which on the FP8 path is taken; measured against Marlin on an H200, one
-layer (docs/records/fp4-experts-layer-h200.json) and inside vLLM (docs/records/e2e-hopper-fp8-experts.json). The engine
-decides: alone, a layer with resident weights wins from 6 pairs on; with the engine's routing it loses up to 12 and wins
-from 48. In between it crosses at 17 if Marlin's time is a straight line there, at 27 if its slope beyond 48 goes on
-below.
+layer as a graph (docs/records/fp4-experts-layer-h200.json) and inside vLLM (docs/records/e2e-hopper-fp8-experts.json).
+Both agree: resident weights lose at 24 pairs (one layer) and win at 36 (one layer) and 48 (inside vLLM), upcast ones
+lose at 48 (one layer) and are even at 72.
 
 Both the upcast and the time that the other path takes for each pair grow with the size of an expert, so that their
 ratio hardly depends on hidden size, intermediate size, tensor or expert parallelism.
