@@ -17,6 +17,14 @@ os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
 logging.getLogger("tilelang").setLevel(logging.CRITICAL + 1)
 
 
+@pytest.fixture(autouse=True)
+def _plans_anew():
+    """Tests replace what plans follow from."""
+    from tk_serving import kept
+
+    kept.forget()
+
+
 def pytest_addoption(parser):
     parser.addoption("--run-benchmark", action="store_true", help="after the tests, measure their operators")
 

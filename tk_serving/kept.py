@@ -38,7 +38,7 @@ def plan(op: Operator, bound: tuple) -> Plan:
     found = _plans.get(key)
     if found is None:
         found = op.plan(*bound)
-        if next(_tensors(found), None) is None:
+        if found.lasting and next(_tensors(found), None) is None:
             if len(_plans) >= LIMIT:
                 _plans.clear()
             _plans[key] = found

@@ -125,6 +125,7 @@ class Plan:
         launches: kernels in launch order; empty when there is no work (zero tokens): outputs are then zero-filled.
         scratch: temporaries that the launches share.
         refusal: why no kernel can run this call although the contract allows it; the reference runs instead.
+        lasting: whether it follows from the form of the call alone, so that it may be kept (:mod:`tk_serving.kept`).
         loaded: the kernels of the launches, by the device on which they ran.
     """
 
@@ -132,6 +133,7 @@ class Plan:
     launches: tuple[Launch, ...] = ()
     scratch: tuple[Out, ...] = ()
     refusal: str | None = None
+    lasting: bool = True
     loaded: dict[int, tuple[Callable[..., Any], ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def into(self, tensors: Sequence[Tensor | None]) -> Plan:

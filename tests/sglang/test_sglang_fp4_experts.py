@@ -15,7 +15,7 @@ from tk_serving.quant import marlin
 from tk_serving.quant.formats import decode_e2m1
 from tk_serving.quant.scales import of_exponents
 
-pytest.importorskip("sglang")
+pytest.importorskip("sglang.srt")
 
 from tk_serving_patches.fp4_experts import operators_refusal
 from tk_serving_sglang.sites import fp4_experts

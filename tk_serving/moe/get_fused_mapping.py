@@ -40,7 +40,8 @@ def _plan(topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignmen
     most = pairs + (alignment - 1) * num_experts
     got = f"{pairs} pairs at alignment {alignment}"
     _expect.that(most <= MAX_ROWS, "topk_idx", f"at most {MAX_ROWS} rows", got)
-    if num_expanded_tokens == 0 and not force_no_sync and _capturing(topk_idx):
+    synchronises = num_expanded_tokens == 0 and not force_no_sync
+    if synchronises and _capturing(topk_idx):
         raise RuntimeError(
             "get_fused_mapping: force_no_sync: expected True, or num_expanded_tokens > 0, while a CUDA graph is "
             "captured: the counts would be copied to the host"
@@ -65,7 +66,7 @@ def _plan(topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignmen
         Out((tokens, topk), torch.int32),
         *(Out((num_experts,), torch.int32) for _ in range(3)),
     )
-    return Plan(outputs, placing if rows else (), scratch)
+    return Plan(outputs, placing if rows else (), scratch, lasting=not synchronises)
 
 
 def _division(pairs: int) -> tuple[int, int, int]:
