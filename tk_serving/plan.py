@@ -83,17 +83,19 @@ class Launch:
         arguments: ``arguments(outputs, *public arguments)`` gives the run-time arguments of the ``prim_func``;
             ``outputs`` are the plan's outputs followed by its scratch tensors.
         archs: the architectures that the kernel is for.
-        pdl: whether it uses programmatic dependent launch, see :mod:`tk_serving.compile.pdl`.
+        pdl: whether it uses programmatic dependent launch (:mod:`tk_serving.compile.pdl`); never if that is switched
+            off.
     """
 
     kernel: str
     config: dict[str, Any]
     arguments: Callable[..., Sequence[Any]]
     archs: tuple[str, ...] = ARCHS
-    pdl: bool = field(default_factory=get_pdl)
+    pdl: bool = True
     key: tuple = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "pdl", self.pdl and get_pdl())
         object.__setattr__(self, "key", (self.kernel, *sorted(self.config.items()), ("pdl", self.pdl)))
 
     def __eq__(self, other: object) -> bool:

@@ -140,9 +140,13 @@ def sglang_sites() -> str:
     return _sites(SITES, MODELS)
 
 
+def _record(name: str) -> dict:
+    return json.loads((ROOT / "docs/records" / name).read_text())
+
+
 def sglang_times() -> str:
     """SGLang's kernels and ours at every call site, as the record has them."""
-    record = json.loads((ROOT / "docs/records/sites-sglang-h200.json").read_text())
+    record = _record("sites-sglang-h200.json")
     counts = sorted({row["tokens"] for row in record["rows"]})
     found: dict[tuple[str, str, str], dict[int, dict]] = {}
     for row in record["rows"]:
@@ -175,7 +179,7 @@ def sglang_experts() -> str:
 
 
 def _phases(name: str) -> str:
-    record = json.loads((ROOT / "docs/records" / name).read_text())
+    record = _record(name)
     rows = []
     for row in record["rows"]:
         fastest = " / ".join(f"{min(row['rounds_ms'][side]):.3f}" for side in ("stock", "ours"))
@@ -189,7 +193,7 @@ def sglang_busy() -> str:
     """The time in which any kernel ran, by side, from the same records."""
     rows = []
     for name, other in (("e2e-sglang-h200.json", "ours"), ("e2e-sglang-fp8-experts.json", "w4a8")):
-        found = json.loads((ROOT / "docs/records" / name).read_text())["waits"]
+        found = _record(name)["waits"]
         for model in (key for key in found if key != "what"):
             cells = []
             for what in ("1 x (32 + 8)", "64 x (32 + 8)", "1 x (8000 + 0)"):
@@ -199,6 +203,7 @@ def sglang_busy() -> str:
     return table("model | 1 sequence: prompt of 32, 8 steps | 64 sequences: the same | prompt of 8000", rows)
 
 
+VLLM = "e2e-vllm-h200.json"
 NOT_OURS = frozenset(("routed experts", "attention", "dense products", "other", "copies", "compiled"))
 TARGETS = {
     ("v4-flash", "decode 1 sequence"): 1.15,
@@ -211,14 +216,10 @@ TARGETS = {
 """What a step of vLLM is to gain."""
 
 
-def vllm_record() -> dict:
-    return json.loads((ROOT / "docs/records/e2e-vllm-h200.json").read_text())
-
-
 def vllm_phases() -> str:
     """Steps of vLLM, stock against ours, with what the replaced kernels have to do with it."""
     rows = []
-    for row in vllm_record()["rows"]:
+    for row in _record(VLLM)["rows"]:
         families, kernels = row["gpu_ms_by_family"], row["gpu_ms"]
         replaced = {side: sum(ms for f, ms in families[side].items() if f not in NOT_OURS) for side in families}
         target = TARGETS.get((row["model"], row["phase"]))
@@ -244,7 +245,7 @@ def vllm_phases() -> str:
 def vllm_outputs() -> str:
     """How far outputs are apart, and how far stock is from itself."""
     rows = []
-    for model, row in {row["model"]: row for row in vllm_record()["rows"]}.items():
+    for model, row in {row["model"]: row for row in _record(VLLM)["rows"]}.items():
         for octaves, level in {"": row, **row["damped"]}.items():
             itself = [f"{name}: {_apart(other)}" for name, other in level["stock_from_itself"].items()]
             verdict = "bounds" if level["bounds_apply"] else "noise"
@@ -265,15 +266,25 @@ def vllm_bench() -> str:
     """``vllm bench`` on both engines."""
     rows = [
         [model, name, f"{_short(run['stock'])} / {_short(run['ours'])} {run['unit']}", f"{run['ratio']:.3f}"]
-        for model, runs in vllm_record().get("vllm_bench", {}).items()
+        for model, runs in _record(VLLM).get("vllm_bench", {}).items()
         for name, run in runs.items()
     ]
     return table("model | `vllm bench` | stock / ours | ratio", rows)
 
 
+def fp4_layer() -> str:
+    """One layer of FP4 experts in every mode, beside Marlin: the whole path at every number of tokens."""
+    rows = []
+    for row in _record("fp4-experts-layer-h200.json")["rows"]:
+        ms = row["ms"]
+        times = [f"{ms[mode]:.3f}" for mode in ("marlin", "w4a8", "resident", "upcast")]
+        rows.append([f"{row['tokens']}", *times[:2], f"{ms['w4a8'] / ms['marlin']:.2f}", *times[2:]])
+    return table("tokens | Marlin | `w4a8` | over Marlin | `resident` | `upcast`", rows)
+
+
 def fp4_experts() -> str:
     """FP4 experts in FP8 inside vLLM, in every way, against stock: times, ratios and memory, as the record has them."""
-    record = json.loads((ROOT / "docs/records/e2e-hopper-fp8-experts.json").read_text())
+    record = _record("e2e-hopper-fp8-experts.json")
     found: dict[str, dict[str, dict]] = {}
     for row in record["rows"]:
         step, _, mode = row["phase"].partition(", experts ")
@@ -327,6 +338,7 @@ SECTIONS = {
     "sglang-phases": sglang_phases,
     "sglang-experts": sglang_experts,
     "sglang-busy": sglang_busy,
+    "experts-layer": fp4_layer,
     "experts": fp4_experts,
     "vllm-phases": vllm_phases,
     "vllm-outputs": vllm_outputs,

@@ -1,9 +1,13 @@
 """What the soak concludes from what it saw, without a server."""
 
 import copy
+import json
+import os
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 
+from tk_serving import metrics
 from tk_serving.bench.e2e import soak
 
 
@@ -91,6 +95,23 @@ def test_a_rare_operator_and_a_step_under_way_prove_nothing():
     assert soak.add_up(samples)
     assert not soak.add_up(samples[:2])
     assert not soak.add_up([{"calls": {}}] * 4)
+
+
+def test_counters_are_read_off_the_page_that_the_server_shows(tmp_path):
+    state = {
+        "counters": [{"operator": "mhc_post", "implementation": "kernel", "reason": "", "calls": 5}],
+        "compilations": [{"kernel": "mhc.post", "compilations": 2, "seconds": 9.5}],
+        "sites": [],
+    }
+    (tmp_path / f"tk-serving-{os.getpid()}.json").write_text(json.dumps({"pid": os.getpid(), "process": "", **state}))
+    registry = CollectorRegistry()
+    registry.register(metrics.Collector(str(tmp_path)))
+    ended = Counter(
+        "vllm:request_success", "Requests by how they ended", ["finished_reason", "engine"], registry=registry
+    )
+    ended.labels("length", "0").inc(7)
+    found = soak.read(generate_latest(registry).decode())
+    assert found == {"requests": {"length": 7}, "calls": {"mhc_post kernel": 5}, "compilations": 2}
 
 
 def test_time_in_which_the_process_was_stopped_does_not_count():

@@ -3,24 +3,26 @@
 SGLang's own class on CPU tensors; the repacking for Marlin, which needs a GPU, has a stand-in.
 """
 
+import functools
+import importlib
 from types import SimpleNamespace
 
+import fp4_layers
 import pytest
 import torch
+from fp4_layers import EXPERTS, LIMIT, TOPK, close, expected
 
 from tk_serving import dispatch
 from tk_serving.config import settings
 from tk_serving.modeling.fp8_experts import w4a8
-from tk_serving.quant import marlin
-from tk_serving.quant.formats import decode_e2m1
-from tk_serving.quant.scales import of_exponents
 
 pytest.importorskip("sglang.srt")
 
 from tk_serving_patches.fp4_experts import operators_refusal
 from tk_serving_sglang.sites import fp4_experts
 
-EXPERTS, HIDDEN, INTERMEDIATE, TOPK, LIMIT = 4, 256, 256, 2, 2.0
+HIDDEN = 256
+inputs = functools.partial(fp4_layers.inputs, HIDDEN)
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +30,8 @@ def _fresh(monkeypatch):
     dispatch.reset_counters()
     operators_refusal.cache_clear()
     monkeypatch.setattr(settings, "experts", "w4a8")
+    # What SGLang imports with it would keep the stand-in below.
+    importlib.import_module("sglang.srt.layers.quantization.mxfp4_marlin_moe")
     monkeypatch.setattr(
         "sglang.srt.runtime_context.get_exec", lambda: SimpleNamespace(moe=SimpleNamespace(enable_eplb=False))
     )
@@ -37,19 +41,8 @@ def _fresh(monkeypatch):
 
 def repacked(seed=0, exponent=None):
     """A layer as SGLang leaves it after repacking for Marlin, and its weights as float32."""
-    generator = torch.Generator().manual_seed(seed)
-    layer, values = SimpleNamespace(top_k=TOPK, num_experts=EXPERTS, _dsv4_mxfp4_backend="marlin"), {}
-    for name, n, k in (("w13", 2 * INTERMEDIATE, HIDDEN), ("w2", HIDDEN, INTERMEDIATE)):
-        codes = torch.randint(-128, 128, (EXPERTS, n, k // 2), generator=generator, dtype=torch.int8)
-        exponents = torch.randint(118, 121, (EXPERTS, n, k // 32), generator=generator, dtype=torch.uint8)
-        if exponent is not None:
-            exponents[0, 0, 0] = exponent
-        setattr(layer, f"{name}_weight", torch.nn.Parameter(marlin.pack_codes(codes), requires_grad=False))
-        sf = marlin.pack_exponents(exponents).view(torch.float8_e8m0fnu)
-        setattr(layer, f"{name}_weight_scale", torch.nn.Parameter(sf, requires_grad=False))
-        scale = of_exponents(exponents.int()).repeat_interleave(32, dim=-1)
-        values[name] = torch.stack([decode_e2m1(c) for c in codes]) * scale
-    return layer, values
+    layer = SimpleNamespace(top_k=TOPK, num_experts=EXPERTS, _dsv4_mxfp4_backend="marlin")
+    return fp4_layers.fill(layer, HIDDEN, seed, exponent)
 
 
 def method(**differences):
@@ -77,26 +70,6 @@ def run(made, layer, x, ids, weights):
     dispatched = SimpleNamespace(hidden_states=x, topk_output=StandardTopKOutput(weights, ids, None))
     found = fp4_experts._apply(lambda self, layer, dispatched: "stock")(made, layer, dispatched)
     return found if found == "stock" else found.hidden_states
-
-
-def inputs(tokens=9, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    weights, ids = torch.rand(tokens, EXPERTS, generator=generator).topk(TOPK, dim=1)
-    return torch.randn(tokens, HIDDEN, generator=generator).bfloat16(), ids.int(), weights
-
-
-def expected(values, x, ids, weights):
-    out = torch.zeros(len(x), HIDDEN)
-    for token, choice in (ids >= 0).nonzero().tolist():
-        expert = int(ids[token, choice])
-        gate, up = (values["w13"][expert] @ x[token].float()).chunk(2)
-        y = torch.nn.functional.silu(gate.clamp(max=LIMIT)) * up.clamp(-LIMIT, LIMIT)
-        out[token] += weights[token, choice] * (values["w2"][expert] @ y)
-    return out
-
-
-def close(a, b):
-    return float((a.float() - b).norm() / b.norm()) < 0.06  # what casting activations to FP8 twice costs
 
 
 def reasons():

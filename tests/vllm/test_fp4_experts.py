@@ -5,18 +5,18 @@ vLLM's own class on CPU tensors; its Marlin kernels and DeepGEMM, which need a G
 
 import contextlib
 import dataclasses
+import functools
 from types import SimpleNamespace
 
+import fp4_layers
 import pytest
 import torch
+from fp4_layers import EXPERTS, INTERMEDIATE, LIMIT, TOPK, close, expected
 
 from tk_serving import dispatch
 from tk_serving.config import settings
 from tk_serving.modeling.fp8_experts import w4a8
 from tk_serving.modeling.fp8_experts.chain import OPERATORS
-from tk_serving.quant import marlin
-from tk_serving.quant.formats import decode_e2m1
-from tk_serving.quant.scales import of_exponents
 
 pytest.importorskip("vllm")
 
@@ -24,7 +24,8 @@ from tk_serving_patches import Ledger, warm
 from tk_serving_patches.fp4_experts import operators_refusal
 from tk_serving_vllm.sites import fp4_experts
 
-EXPERTS, HIDDEN, INTERMEDIATE, TOPK, LIMIT = 4, 128, 256, 2, 2.0
+HIDDEN = 128
+inputs = functools.partial(fp4_layers.inputs, HIDDEN)
 
 
 @pytest.fixture(autouse=True)
@@ -38,19 +39,7 @@ class LoadedLayer(SimpleNamespace):
 
 def layer(seed=0, exponent=None):
     """A layer as vLLM leaves it after repacking for Marlin, and its weights as float32."""
-    generator = torch.Generator().manual_seed(seed)
-    found, values = LoadedLayer(), {}
-    for name, n, k in (("w13", 2 * INTERMEDIATE, HIDDEN), ("w2", HIDDEN, INTERMEDIATE)):
-        codes = torch.randint(-128, 128, (EXPERTS, n, k // 2), generator=generator, dtype=torch.int8)
-        exponents = torch.randint(118, 121, (EXPERTS, n, k // 32), generator=generator, dtype=torch.uint8)
-        if exponent is not None:
-            exponents[0, 0, 0] = exponent
-        setattr(found, f"{name}_weight", torch.nn.Parameter(marlin.pack_codes(codes), requires_grad=False))
-        sf = marlin.pack_exponents(exponents).view(torch.float8_e8m0fnu)
-        setattr(found, f"{name}_weight_scale", torch.nn.Parameter(sf, requires_grad=False))
-        scale = of_exponents(exponents.int()).repeat_interleave(32, dim=-1)
-        values[name] = torch.stack([decode_e2m1(c) for c in codes]) * scale
-    return found, values
+    return fp4_layers.fill(LoadedLayer(), HIDDEN, seed, exponent)
 
 
 class Method:
@@ -141,26 +130,6 @@ def call(experts, x, ids, weights, expert_map=None, total=EXPERTS, on_input=Fals
     rest = None, None, None, workspace, None, on_input
     apply(experts, out, x, w1, w2, weights, ids, None, total, expert_map, *rest)
     return out
-
-
-def inputs(tokens=9, seed=1, total=EXPERTS):
-    generator = torch.Generator().manual_seed(seed)
-    weights, ids = torch.rand(tokens, total, generator=generator).topk(TOPK, dim=1)
-    return torch.randn(tokens, HIDDEN, generator=generator).bfloat16(), ids.int(), weights
-
-
-def expected(values, x, ids, weights):
-    out = torch.zeros(len(x), HIDDEN)
-    for token, choice in (ids >= 0).nonzero().tolist():
-        expert = int(ids[token, choice])
-        gate, up = (values["w13"][expert] @ x[token].float()).chunk(2)
-        y = torch.nn.functional.silu(gate.clamp(max=LIMIT)) * up.clamp(-LIMIT, LIMIT)
-        out[token] += weights[token, choice] * (values["w2"][expert] @ y)
-    return out
-
-
-def close(a, b):
-    return float((a.float() - b).norm() / b.norm()) < 0.06  # what casting activations to FP8 twice costs
 
 
 def reasons(operators=OPERATORS):

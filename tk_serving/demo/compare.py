@@ -47,11 +47,17 @@ def largest_difference(ours: Sequence[Completion], theirs: Sequence[Completion])
 
 def calls(metrics: str) -> list[dict[str, Any]]:
     """Rows ``operator``, ``implementation``, ``reason``, ``calls`` from the text of a ``/metrics`` page."""
+    rows = samples_of(metrics, "tk_serving_calls_total")
+    return [{**{k: v for k, v in row.items() if k != "value"}, "calls": row["value"]} for row in rows]
+
+
+def samples_of(metrics: str, name: str) -> list[dict[str, Any]]:
+    """Labels and ``value`` of a counter's samples, from the text of a ``/metrics`` page."""
     from prometheus_client.parser import text_string_to_metric_families
 
     return [
-        {**sample.labels, "calls": int(sample.value)}
+        {**sample.labels, "value": int(sample.value)}
         for family in text_string_to_metric_families(metrics)
         for sample in family.samples
-        if sample.name == "tk_serving_calls_total"
+        if sample.name == name
     ]

@@ -105,8 +105,9 @@ def _plan(
     _expect.same_device(**tensors, expert_start=expert_start, num_tokens_per_expert=num_tokens_per_expert, out=out)
     for name, wide in {"x[0]": data, "weight[0]": w, "out": out}.items():
         _expect.that(wide is None or aligned(wide.view(-1)), name, "a 16-byte aligned tensor", "a misaligned one")
-    shape = shape_for(_rows_of(data, w, rows_per_expert), m)
-    launch = Launch("gemm.grouped_gemm_fp8_fp4", shape.config, _arguments, archs=("sm_90a",))
+    shape = shape_for(expected_rows(rows, experts) if rows_per_expert is None else rows_per_expert, m)
+    arguments = functools.partial(_arguments, shape.blocks)
+    launch = Launch("gemm.grouped_gemm_fp8_fp4", shape.config, arguments, archs=("sm_90a",))
     return Plan((result,), (launch,) if rows else ())
 
 
@@ -116,6 +117,7 @@ def _by_columns(sf: Tensor) -> bool:
 
 
 def _arguments(
+    blocks: int,
     outputs: Sequence[Tensor],
     x: Quantized,
     weight: Quantized,
@@ -129,13 +131,9 @@ def _arguments(
     stride = sf.stride(1) if sf.shape[1] > 1 else rows
     # The scales as they lie in memory, without what may follow the last column.
     flat = sf.as_strided(((sf.shape[1] - 1) * stride + rows,), (1,))
-    blocks = _multiprocessors(data.device) * shape_for(_rows_of(data, w, rows_per_expert), w_sf.shape[1]).blocks
     result = outputs[0] if out is None else out
-    return data.view(torch.uint8), flat, w, w_sf, expert_start, num_tokens_per_expert, result, stride, blocks
-
-
-def _rows_of(data: Tensor, w: Tensor, rows_per_expert: float | None) -> float:
-    return expected_rows(len(data), len(w)) if rows_per_expert is None else rows_per_expert
+    grid = _multiprocessors(data.device) * blocks
+    return data.view(torch.uint8), flat, w, w_sf, expert_start, num_tokens_per_expert, result, stride, grid
 
 
 @functools.cache

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tk_serving.compare import BITWISE, Close, Equality
-from tk_serving.config import get_pdl
 from tk_serving.expect import Expect
 from tk_serving.moe import _contents
 from tk_serving.plan import Launch
@@ -207,7 +206,7 @@ def is_spread(tokens: int) -> bool:
 
 def launch(config: dict[str, Any], arguments: Callable[..., tuple]) -> Launch:
     """The launch of a router gate; with a warp for each token an early launch costs more than it hides."""
-    return Launch("moe.gate", config, arguments, pdl=get_pdl() and (config["spread"] or bool(config["table"])))
+    return Launch("moe.gate", config, arguments, pdl=config["spread"] or bool(config["table"]))
 
 
 OPTIONAL = (

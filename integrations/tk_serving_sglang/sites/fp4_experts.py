@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tk_serving.config import settings
-from tk_serving.modeling.fp8_experts import Fp4Weights, w4a8
+from tk_serving.modeling.fp8_experts import w4a8
 from tk_serving.modeling.fp8_experts.chain import Shape
 from tk_serving_patches import Function, Site, fp4_experts
 from tk_serving_sglang.sites._calls import left_to_engine, on
@@ -28,7 +28,6 @@ _RELIES_ON = (  # the layout of the weights, and what Marlin is told
     "sglang.srt.layers.moe.moe_runner.marlin:fused_experts_none_to_marlin",
 )
 _STATE = "_tk_serving_fp4"
-_PARTS = ("_weight", "_weight_scale")
 
 
 def _unsupported(method: Any, layer: Any) -> str | None:
@@ -71,21 +70,15 @@ def _prepare(method: Any, layer: Any) -> Shape | str:
     reason = _unsupported(method, layer)
     if reason is not None:
         return reason
-    weights = Fp4Weights(*(getattr(layer, name + part).data for name in ("w13", "w2") for part in _PARTS))
     dtype = getattr(layer, "orig_dtype", torch.bfloat16)
-    reason = fp4_experts.refusal(weights, layer.top_k, layer.num_experts, dtype, _limit(method))
-    if reason is not None:
-        return reason
-    shape = Shape(*weights.shape)
-    del weights  # or Marlin's memory could not be freed
-    for name in ("w13", "w2"):  # one after the other, so that never more than one is there twice
-        tiles, sf = w4a8.laid_out(*(getattr(layer, name + part).data for part in _PARTS))
-        for part, data in zip(_PARTS, (w4a8.words(tiles), sf), strict=True):
-            setattr(layer, name + part, torch.nn.Parameter(data, requires_grad=False))
-    if sf.is_cuda:
-        # The tiles do not fit where Marlin's weights were: without this, all of them would stay reserved.
-        torch.cuda.empty_cache()
-    return shape
+    found = fp4_experts.decide(layer, layer.top_k, layer.num_experts, dtype, _limit(method))
+    if isinstance(found, Shape):
+        fp4_experts.lay_out(layer, _put)
+    return found
+
+
+def _put(layer: Any, name: str, data: torch.Tensor) -> None:
+    setattr(layer, name, torch.nn.Parameter(data, requires_grad=False))
 
 
 def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,11 +93,8 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
         x, topk = dispatch_output.hidden_states, dispatch_output.topk_output
         out = w4a8.routed_experts(
             x,
-            w4a8.Fp4Tiles(
-                w4a8.from_words(layer.w13_weight, state.width),
-                layer.w13_weight_scale,
-                w4a8.from_words(layer.w2_weight, state.hidden),
-                layer.w2_weight_scale,
+            w4a8.Fp4Tiles.of_words(
+                state, layer.w13_weight, layer.w13_weight_scale, layer.w2_weight, layer.w2_weight_scale
             ),
             topk.topk_ids.int(),  # of this rank's experts, -1 for others
             topk.topk_weights.float(),

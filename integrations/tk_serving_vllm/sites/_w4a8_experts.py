@@ -10,17 +10,14 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tk_serving.config import settings
-from tk_serving.modeling.fp8_experts import Fp4Weights, w4a8
+from tk_serving.modeling.fp8_experts import w4a8
 from tk_serving.modeling.fp8_experts.chain import Shape
 from tk_serving_patches import fp4_experts
 from tk_serving_patches.fp4_experts import SMALLEST_MAXIMUM
 from tk_serving_vllm.sites._calls import local_ids
-
-_PARTS = ("_weight", "_weight_scale")
 
 
 @dataclass(frozen=True)
@@ -43,14 +40,9 @@ class LaidOut:
         """The weights as the product takes them."""
         if self.beside is not None:
             return self.beside
-        layer, shape = self.layer(), self.shape
+        layer = self.layer()
         assert layer is not None
-        return w4a8.Fp4Tiles(
-            w4a8.from_words(w1, shape.width),
-            layer.w13_weight_scale,
-            w4a8.from_words(w2, shape.hidden),
-            layer.w2_weight_scale,
-        )
+        return w4a8.Fp4Tiles.of_words(self.shape, w1, layer.w13_weight_scale, w2, layer.w2_weight_scale)
 
     def workspace(self, pairs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of vLLM's two workspaces: one holds the results of both products, the other is not used."""
@@ -88,38 +80,20 @@ def prepare(experts: Any, layer: Any) -> LaidOut | str:
     config, limit = experts.moe_config, experts.activation_config.clamp_limit
     if getattr(layer, "apply_router_weight_on_input", False):
         return "weights on the input"
-    weights = Fp4Weights(*(getattr(layer, f"{name}{part}").data for name in ("w13", "w2") for part in _PARTS))
-    sizes = config.experts_per_token, config.num_experts, config.in_dtype, limit
-    reason = fp4_experts.refusal(weights, *sizes)
-    if reason is not None:
-        return reason
-    shape = Shape(*weights.shape)
-    del weights  # or Marlin's memory could not be freed
+    shape = fp4_experts.decide(layer, config.experts_per_token, config.num_experts, config.in_dtype, limit)
+    if isinstance(shape, str):
+        return shape
     if settings.compare:
-        return LaidOut(shape, weakref.ref(layer), w4a8.Fp4Tiles(*_tiles(layer, "w13"), *_tiles(layer, "w2")))
-    _replace(layer)
+        tiles = (*fp4_experts.laid_out(layer, "w13"), *fp4_experts.laid_out(layer, "w2"))
+        return LaidOut(shape, weakref.ref(layer), w4a8.Fp4Tiles(*tiles))
+    from vllm.model_executor.utils import replace_parameter
+
+    fp4_experts.lay_out(layer, replace_parameter, _in_pool())
     return LaidOut(shape, weakref.ref(layer))
 
 
-def _tiles(layer: Any, name: str) -> tuple[Tensor, Tensor]:
-    return w4a8.laid_out(*(getattr(layer, name + part).data for part in _PARTS))
-
-
-def _replace(layer: Any) -> None:
-    """One weight after the other, so that never more than one is there twice."""
-    from vllm.model_executor.utils import replace_parameter
-
-    for name in ("w13", "w2"):
-        tiles, sf = _tiles(layer, name)
-        replace_parameter(layer, f"{name}_weight", w4a8.words(tiles))
-        replace_parameter(layer, f"{name}_weight_scale", sf)
-    if tiles.is_cuda and not _in_pool():
-        # The tiles do not fit where Marlin's weights were: without this, all of them would stay reserved.
-        torch.cuda.empty_cache()
-
-
 def _in_pool() -> bool:
-    """Whether weights are allocated in a memory pool, of which torch frees nothing before its end (sleep mode)."""
+    """Whether weights are allocated in a memory pool, as for sleep mode."""
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from tk_serving.config import settings
-from tk_serving.modeling.fp8_experts import Fp4Weights, Layer, Layers, Policy, alignment, routed_experts, w4a8
+from tk_serving.modeling.fp8_experts import Layer, Layers, Policy, alignment, routed_experts, w4a8
 from tk_serving.modeling.fp8_experts.chain import OPERATORS, calls
 from tk_serving.operator import Quantized
 from tk_serving_patches import Function, Site
+from tk_serving_patches.fp4_experts import SMALLEST_MAXIMUM, weights_of
 from tk_serving_vllm.sites import _w4a8_experts
 from tk_serving_vllm.sites._calls import left_to_engine, local_ids, on, refusal
-from tk_serving_vllm.sites._w4a8_experts import SMALLEST_MAXIMUM, LaidOut
+from tk_serving_vllm.sites._w4a8_experts import LaidOut
 
 _MARLIN = "vllm.model_executor.layers.fused_moe.experts.marlin_moe"
 _METHOD = "vllm.model_executor.layers.quantization.mxfp4:Mxfp4MoEMethod"
@@ -107,9 +108,7 @@ def _setup_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
 def _prepare(experts: Any, layer: Any) -> LaidOut | _Taken | str:
     if settings.experts == "w4a8":
         return _w4a8_experts.prepare(experts, layer)
-    weights = Fp4Weights(
-        layer.w13_weight.data, layer.w13_weight_scale.data, layer.w2_weight.data, layer.w2_weight_scale.data
-    )
+    weights = weights_of(layer)
     key = (weights.w13.device, settings.experts)
     layers = _models.get(key)
     if layers is None:

@@ -35,6 +35,7 @@ from typing import Any
 
 from tk_serving.bench.e2e import models
 from tk_serving.bench.record import versions
+from tk_serving.demo.compare import samples_of
 from tk_serving.environment import revision
 
 ALLOWED_GROWTH_MIB = 64  # of the device's memory; of the host's, in percent:
@@ -285,23 +286,22 @@ async def _healthy(http: Any) -> bool:
 
 
 async def _counters(http: Any) -> dict[str, Any]:
-    """vLLM's requests by how they ended, and our operators' calls by implementation and reason."""
     async with http.get("/metrics") as answer:
-        text = await answer.text()
+        return read(await answer.text())
+
+
+def read(metrics: str) -> dict[str, Any]:
+    """vLLM's requests by how they ended, our operators' calls by implementation and reason, and kernels compiled while
+    serving, from the text of a ``/metrics`` page."""
     requests: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
-    compilations = 0
-    for line in text.splitlines():
-        found = re.match(r'vllm:request_success_total\{.*finished_reason="(\w+)".*\} ([\d.e+]+)', line)
-        if found:
-            requests[found[1]] += int(float(found[2]))
-        elif line.startswith("tk_serving_calls"):
-            labels, _, value = line.rpartition(" ")
-            at = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-            calls[" ".join(filter(None, (at["operator"], at["implementation"], at.get("reason", ""))))] += int(
-                float(value)
-            )
-    return {"requests": dict(requests), "calls": dict(calls), "compilations": compilations}
+    for row in samples_of(metrics, "vllm:request_success_total"):
+        requests[row["finished_reason"]] += row["value"]
+    calls = {
+        " ".join(filter(None, (row["operator"], row["implementation"], row["reason"]))): row["value"]
+        for row in samples_of(metrics, "tk_serving_calls_total")
+    }
+    compilations = sum(row["value"] for row in samples_of(metrics, "tk_serving_jit_compilations_total"))
+    return {"requests": dict(requests), "calls": calls, "compilations": compilations}
 
 
 def by_operator(counters: Mapping[str, Any]) -> dict[str, int]:

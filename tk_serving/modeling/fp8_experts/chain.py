@@ -48,7 +48,6 @@ class Rows:
 
     pos_to_expert: Tensor
     expert_start: Tensor
-    expert_end: Tensor
     num_tokens_per_expert: Tensor
 
 
@@ -165,13 +164,13 @@ def around(
     ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.long()
     mapping = get_fused_mapping(ids, shape.experts, rows, alignment, True)
     pos_to_expert, token_topk_to_pos = mapping[0], mapping[3]
-    where = Rows(pos_to_expert, *mapping[4:7])
+    where = Rows(pos_to_expert, expert_start=mapping[4], num_tokens_per_expert=mapping[6])
     # What the products make of padding rows nobody reads, so that these rows need not be zeros.
     cast = {"round_sf": round_sf, "zero_padding": False}
     a = expand_to_fused_and_cast(x, "e4m3", BLOCK, token_topk_to_pos, pos_to_expert, True, **cast)
     # One buffer for both products: the first result is dead once it is cast.
     if buffer is None:
-        buffer = torch.empty(rows * max(width, hidden), dtype=x.dtype, device=x.device)
+        buffer = torch.empty(shape.buffer(tokens * topk, alignment), dtype=x.dtype, device=x.device)
     inner = buffer[: rows * width].view(rows, width)
     first(a, inner, where)
     b = swiglu_forward_and_per_token_cast(

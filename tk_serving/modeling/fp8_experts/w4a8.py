@@ -39,6 +39,11 @@ class Fp4Tiles:
     w2: Tensor
     w2_sf: Tensor
 
+    @classmethod
+    def of_words(cls, shape: chain.Shape, w13: Tensor, w13_sf: Tensor, w2: Tensor, w2_sf: Tensor) -> Fp4Tiles:
+        """Of weights as :func:`words` gives them."""
+        return cls(from_words(w13, shape.width), w13_sf, from_words(w2, shape.hidden), w2_sf)
+
     @property
     def shape(self) -> chain.Shape:
         return chain.Shape(len(self.w13), self.w13_sf.shape[1], self.w2_sf.shape[1])
@@ -103,7 +108,7 @@ def routed_experts(
         round_sf: scales of activations are powers of two, as DeepSeek-V4 was trained.
         sf_clamp_min: smallest maximum of a group of 128 activations; by default 1e-4.
         out: preallocated result.
-        buffer: contiguous, of the dtype of ``x``, with at least :func:`buffer_size` elements; content is lost.
+        buffer: contiguous, of the dtype of ``x``, with at least :meth:`chain.Shape.buffer` elements; content is lost.
 
     Returns:
         bfloat16 [T, H].
