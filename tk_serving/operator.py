@@ -79,8 +79,9 @@ class Operator:
 
     @property
     def summary(self) -> str:
-        """First sentence of the documentation."""
-        return inspect.cleandoc(self.reference.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+        """First sentence of the documentation; names of other operators without their role."""
+        first = inspect.cleandoc(self.reference.__doc__ or "").split("\n\n")[0]
+        return first.replace("\n", " ").replace(":func:", "")
 
     @functools.cached_property
     def schema(self) -> str:
@@ -379,7 +380,7 @@ def find(name: str) -> Operator:
     """The operator of that name, with or without its family.
 
     Raises:
-        ValueError: no such operator; the message names close ones.
+        ValueError: no such operator; the message names close ones, if there are any.
     """
     by_name = {known: op for op in operators() for known in (op.name, *op.aliases)}
     family, _, plain = name.rpartition(".")
@@ -387,8 +388,9 @@ def find(name: str) -> Operator:
     if found is None or family not in ("", found.family):
         import difflib
 
-        close = difflib.get_close_matches(name, by_name, n=3) or sorted(by_name)
-        raise ValueError(f"operator: name: expected a declared operator such as {', '.join(close)}, got {name!r}")
+        close = difflib.get_close_matches(name, by_name, n=3)
+        which = f"such as {', '.join(close)}" if close else "(`tk-serving ops` lists them)"
+        raise ValueError(f"operator: name: expected a declared operator {which}, got {name!r}")
     return found
 
 

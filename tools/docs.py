@@ -203,6 +203,19 @@ def sglang_busy() -> str:
     return table("model | 1 sequence: prompt of 32, 8 steps | 64 sequences: the same | prompt of 8000", rows)
 
 
+def sglang_shares() -> str:
+    """What a step's kernels have to do with the families that can be replaced."""
+    rows = []
+    for row in _record("e2e-sglang-h200.json")["rows"]:
+        if "gpu_ms_by_family" not in row:  # disturbed
+            continue
+        replaced = _replaced(row)
+        share = 100 * replaced["stock"] / row["gpu_ms"]["stock"]
+        both = f"{replaced['stock']:.3f} / {replaced['ours']:.3f}"
+        rows.append([row["model"], row["phase"], f"{share:.1f} %", both])
+    return table("model | phase | share of stock's kernels that can be replaced | ms, stock / ours", rows)
+
+
 VLLM = "e2e-vllm-h200.json"
 NOT_OURS = frozenset(("routed experts", "attention", "dense products", "other", "copies", "compiled"))
 TARGETS = {
@@ -216,12 +229,17 @@ TARGETS = {
 """What a step of vLLM is to gain."""
 
 
+def _replaced(row: dict) -> dict[str, float]:
+    """Milliseconds of a step, by side, in kernels of the families that have operators of ours."""
+    families = row["gpu_ms_by_family"]
+    return {side: sum(ms for family, ms in families[side].items() if family not in NOT_OURS) for side in families}
+
+
 def vllm_phases() -> str:
     """Steps of vLLM, stock against ours, with what the replaced kernels have to do with it."""
     rows = []
     for row in _record(VLLM)["rows"]:
-        families, kernels = row["gpu_ms_by_family"], row["gpu_ms"]
-        replaced = {side: sum(ms for f, ms in families[side].items() if f not in NOT_OURS) for side in families}
+        replaced, kernels = _replaced(row), row["gpu_ms"]
         target = TARGETS.get((row["model"], row["phase"]))
         rows.append(
             [
@@ -318,11 +336,15 @@ def speed() -> str:
         if row.ratio is not None:
             chains[":" in row.chain].append(row.ratio)
     layer, routing = (f"{min(values):.2f} to {max(values):.2f}" for values in chains.values())
+    rows = _record("fp4-experts-layer-h200.json")["rows"]
+    marlin = [row["ms"]["marlin"] / row["ms"]["w4a8"] for row in rows if row["tokens"] <= 4096]
+    experts = f"{min(marlin):.1f} to {max(marlin):.1f}"
     return (
         f"Over all rows with a peer ours are {mean:.2f} times as fast as the fastest one (geometric mean of "
         f"{len(ratios)} rows, {slower} of them\nbelow {WORST}, the worst {min(ratios):.2f}); the operators around the "
         f"products of one decoder layer, as one graph, are {layer} times\nas fast as vLLM's, the way from router to "
-        f"quantised expert rows alone {routing}.\n"
+        f"quantised expert rows alone {routing}. A layer of\nFP4 experts multiplied as they are is {experts} times as "
+        f"fast as Marlin's, up to 4096 tokens ([vLLM](docs/vllm.md#fp4-experts-on-hopper)).\n"
     )
 
 
@@ -338,6 +360,7 @@ SECTIONS = {
     "sglang-phases": sglang_phases,
     "sglang-experts": sglang_experts,
     "sglang-busy": sglang_busy,
+    "sglang-shares": sglang_shares,
     "experts-layer": fp4_layer,
     "experts": fp4_experts,
     "vllm-phases": vllm_phases,

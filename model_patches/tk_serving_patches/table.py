@@ -6,6 +6,7 @@ token counts that were measured.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import math
@@ -75,8 +76,13 @@ class Table:
 
     def main(self, make: Callable[[Any], Mapping[str, Any]], arguments: Sequence[str]) -> int:
         """Write the table that ``make`` makes of a record; ``arguments`` name the record's file."""
-        (record,) = arguments
-        self.file.write_text(text(make(json.loads(Path(record).read_text()))))
+        parser = argparse.ArgumentParser(description=f"Write the table of the sites that stay with {self.engine}.")
+        parser.add_argument("record", type=Path)
+        file = parser.parse_args(arguments).record
+        try:
+            self.file.write_text(text(make(json.loads(file.read_text()))))
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(f"record: expected the measurements that the table is made of, got {file}: {error!r}")
         return 0
 
 

@@ -35,7 +35,7 @@ class FakeTimer:
     def __init__(self, *times):
         self.times, self.samplers, self.modes = list(times), [], []
 
-    def prepare(self, calls, mode):
+    def prepare(self, calls, mode, footprint=None):
         times = self.times[len(self.samplers) % len(self.times)]
         self.samplers.append(FakeSampler(times if isinstance(times, (list, tuple)) else [times], calls(0)))
         self.modes.append(mode)

@@ -156,7 +156,7 @@ def test_expert_steps_share_one_routing():
 
 def test_a_failing_side_is_an_error_of_the_row(chain, monkeypatch):
     class Broken:
-        def prepare(self, calls, mode):
+        def prepare(self, calls, mode, footprint):
             raise RuntimeError("no graph")
 
     monkeypatch.setitem(CHAINS, "v3", (Step("router", (Part("topk_gate"),)),))

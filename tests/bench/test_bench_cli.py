@@ -37,12 +37,16 @@ def test_it_refuses_without_a_gpu_and_says_what_is_missing():
     ("arguments", "message"),
     [
         (["topk_gat"], "expected a declared operator such as topk_gate"),
+        (["nothing"], "expected a declared operator (`tk-serving ops` lists them), got 'nothing'"),
         (["--model", "v5"], "bench: model: expected one of v3"),
         (["--peers", "vlm"], "bench: peers: expected some of reference, compile, deepgemm"),
         (["--mode", "hot"], "bench: mode: expected some of graph, cold, got 'hot'"),
         (["--chain", "v5"], "bench: chain: expected some of v3, v4-flash, v3:routing, v4-flash:routing, got 'v5'"),
         (["--tokens", "0"], "bench: tokens: expected positive numbers, got 0"),
+        (["--tokens", "1;64"], "bench: tokens: expected numbers, comma-separated, got '1;64'"),
         (["--site", "vllm"], "bench: site: expected ENGINE=FOLDER"),
+        (["--e2e", "vlm"], "bench: e2e: expected one of vllm, sglang, got 'vlm'"),
+        (["--e2e", "vllm", "--model", "v5"], "bench: model: expected one of v3"),
         (["--from", "/nowhere.json"], "No such file"),
     ],
 )

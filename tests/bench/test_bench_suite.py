@@ -133,6 +133,33 @@ def test_our_own_failure_is_an_error_of_the_row(fake_timer, task, monkeypatch):
     assert row.peer_us == 3.0
 
 
+def test_a_row_without_memory_says_who_has_it(fake_timer, task, monkeypatch):
+    full = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 8.37 GiB. GPU 0 has a total capacity of 140 GiB"
+    )
+
+    def fails(*_, **__):
+        raise full
+
+    timer = fake_timer(2.0)
+    timer.prepare = fails
+    assert suite_of(timer, "reference").measure(task, GRAPH).error == "no memory"
+    monkeypatch.setitem(task.op.__dict__, "inputs", fails)
+    assert suite_of(fake_timer(2.0)).measure(task, GRAPH).error == "no memory"
+
+    bench = Bench(fake_timer(2.0), "cpu")
+    bench.device = "cuda"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 << 30, 140 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 30 << 30)
+    freed = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(1))
+    assert bench.no_memory(full) == (
+        "no memory: 2.0 GiB of 140.0 are free, this process has 30.0, others and the driver 108.0; "
+        "the row asked for 8.37 GiB more"
+    )
+    assert freed
+
+
 def test_a_lost_device_ends_the_run(task, monkeypatch):
     bench = Bench(HostTimer(), "cpu")
     bench.device = "cuda"

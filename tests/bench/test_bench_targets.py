@@ -111,7 +111,8 @@ class TestCauses:
         run.publish(slow, None, None, tmp_path / "page.md", tmp_path / "record.json")
         text = (tmp_path / "page.md").read_text()
         row = "| moe.topk_gate v3-decode tokens={} | ratio | 0.500 | 0.95 | vllm | {} |"
-        assert row.format(64, "waits") in text
+        assert row.format(64, "(1)") in text
+        assert "\n(1) waits\n" in text
         assert row.format(8, "cause not established") in text
         shown = " ".join(capsys.readouterr().out.split())
         assert "cause not established of 3 of 4 misses, such as the suite" in shown

@@ -1,18 +1,26 @@
 """Statistics and the order of the samples."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from tk_serving.bench.inputs import copy_arguments
+from tk_serving.bench import inputs as bench_inputs
+from tk_serving.bench.inputs import Inputs, copy_arguments
+from tk_serving.bench.selection import select
 from tk_serving.bench.timing import (
+    CALLS_BYTES,
     COLD,
     GRAPH,
     MAX_CALLS,
+    CudaTimer,
+    Footprint,
     HostTimer,
     SampleError,
     abba,
     calls_per_sample,
     measure,
+    sets_of,
     summarise,
 )
 
@@ -93,3 +101,63 @@ def test_copies_keep_layout_and_sharing():
     assert k2.untyped_storage().data_ptr() == v2.untyped_storage().data_ptr()
     assert flag is True
     assert copy_arguments((torch.empty(0, 8),))[0].shape == (0, 8)
+
+
+MB = 2**20
+L2 = 50 * MB
+
+
+@pytest.mark.parametrize(
+    ("count", "moved", "inputs", "results", "sets"),
+    [
+        (100, 10_000, 10_000, 10_000, 100),  # small: every call has its own
+        (9, 400 * MB, 60 * MB, 350 * MB, 9),
+        (3, 1800 * MB, CALLS_BYTES * 2, 30 * MB, 1),  # more than the cache twice over, and too large to copy
+        (50, 30 * MB, CALLS_BYTES * 2, MB, 4),  # few of many experts: as many sets as outlast the cache
+        (100, 7 * MB, 7 * MB, 700 * MB, 15),  # few live rows of many
+        (100, 60 * MB, 60 * MB, 60 * MB, CALLS_BYTES // (120 * MB)),
+    ],
+)
+def test_large_inputs_are_copied_no_more_often_than_the_cache_needs(count, moved, inputs, results, sets):
+    assert sets_of(count, Footprint(moved, inputs), results, L2) == sets
+    assert sets == count or sets * moved >= 2 * L2
+    assert sets_of(count, None, results, L2) == count
+
+
+def test_calls_take_turns_with_the_sets_of_inputs(monkeypatch):
+    timer = object.__new__(CudaTimer)
+    timer.device = torch.device("cpu")
+    free = 50
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 100))
+    made = timer._calls(lambda index: f"call {index}", "call 0", 7, 3)
+    assert made == [f"call {index % 3}" for index in range(7)]
+    free = 10  # a device that is nearly full: fewer calls, still none twice
+    assert timer._calls(lambda index: index, 0, 20, 20) == list(range(8))
+
+
+def test_comparisons_share_what_is_large_and_only_read(monkeypatch):
+    task = select(["grouped_gemm_fp8_fp4"], ["v4-flash"], [1])[0]
+    (case,) = [case for case in task.op.cases if case.get("preallocated")]
+    params = {name: value for name, value in case.items() if name != "tokens"}
+    small = dataclasses.replace(task, workload=dataclasses.replace(task.workload, params=params), tokens=case["tokens"])
+    addresses = lambda args: {name: value.data_ptr() for name, value in named(args).items()}  # noqa: E731
+    found = Inputs(small, "cpu")
+
+    def named(args):
+        values = found.by_name(args)
+        return {"x": values["x"][0], "weight": values["weight"][0], "out": values["out"]}
+
+    largest = named(found[0])["weight"].numel()
+    assert addresses(found.fresh())["weight"] != addresses(found[0])["weight"]
+    monkeypatch.setattr(bench_inputs, "LARGE", largest - 1)
+    found = Inputs(small, "cpu")
+    first, compared, second = (addresses(args) for args in (found[0], found.fresh(), found[1]))
+    assert first["weight"] == compared["weight"] != second["weight"]
+    assert len({one["x"] for one in (first, compared, second)}) == 3
+    assert len({one["out"] for one in (first, compared, second)}) == 3
+    assert found.num_bytes > largest
+
+    monkeypatch.setattr(bench_inputs, "LARGE", 0)
+    found = Inputs(small, "cpu")
+    assert addresses(found[0])["x"] == addresses(found.fresh())["x"]
+    assert addresses(found[0])["out"] != addresses(found.fresh())["out"]  # is written

@@ -22,6 +22,12 @@ def tk_serving(*arguments, **environment):
     )
 
 
+def test_a_wrong_setting_is_named():
+    done = tk_serving("doctor", TK_SERVING_JIT="never")
+    assert done.returncode == 1
+    assert done.stderr.strip() == "tk-serving: TK_SERVING_JIT: expected 'allow', 'warn' or 'forbid', got 'never'"
+
+
 def test_ops_lists_every_operator():
     done = tk_serving("ops", "--json")
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,8 @@ import torch
 from tk_serving.cli.env import collect
 from tk_serving.environment import revision
 
+MOST_CACHED_BYTES = 2 << 30
+
 
 def pytest_addoption(parser):
     parser.addoption("--record", metavar="FILE", help="write device, versions, date and results per operator as JSON")
@@ -24,9 +26,10 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def free_memory(request):
-    """Leave the tensors of a large test to the next one."""
+    """Leave the tensors of a large test to the next one, in this process or another."""
     yield
-    if request.node.get_closest_marker("large"):
+    cached = torch.cuda.is_available() and torch.cuda.memory_reserved() > MOST_CACHED_BYTES
+    if cached or request.node.get_closest_marker("large"):
         torch.cuda.empty_cache()
 
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from tk_serving.bench.implementations import Bench
 from tk_serving.bench.selection import select
 from tk_serving.bench.suite import Suite
-from tk_serving.bench.timing import COLD, GRAPH, STREAM, CudaTimer
+from tk_serving.bench.timing import CALLS_BYTES, COLD, GRAPH, STREAM, CudaTimer, Footprint
 from tk_serving.cli import app
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -44,6 +44,20 @@ def test_inputs_come_from_memory_not_from_the_cache(timer):
     sampler = timer.prepare(lambda i: lambda: torch.sum(sources[i % 64], dim=0, out=outputs[i % 64]), COLD)
     peak = timer.copy_gbps(4).median
     assert 2**23 / (sampler.sample() * 1e3) < 1.1 * peak
+
+
+def test_calls_that_take_turns_read_from_memory(timer):
+    # Copies of what would fill the device are as few as outlast the L2.
+    size, made = 2**23, {}
+    out = torch.empty((), device="cuda")
+
+    def call(index):
+        made.setdefault(index, torch.randn(size, device="cuda"))
+        return lambda: torch.sum(made[index], dim=0, out=out)
+
+    sampler = timer.prepare(call, GRAPH, Footprint(moved=4 * size, inputs=CALLS_BYTES))
+    assert len(made) == -(-2 * timer.l2_bytes // (4 * size))
+    assert 4 * size / (sampler.sample() * 1e3) < 1.1 * timer.copy_gbps(4).median
 
 
 def test_a_call_that_synchronises_is_timed_with_the_host(timer):

@@ -111,6 +111,16 @@ def test_the_table_has_the_worst_case_of_a_site(tmp_path, monkeypatch):
     assert told["sites"] == {"quant": {"v3": [[1, 0.9], [64, 1.1]]}, "swiglu": {"v3": [[1, 0.5]]}}
 
 
+def test_another_record_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(table.measured, "file", tmp_path / "table.json")
+    (tmp_path / "record.json").write_text('{"rows": [{"ratio": 1.0}]}')
+    for file in ("record.json", "nothing.json"):
+        with pytest.raises(SystemExit):
+            table.measured.main(table.generate, [str(tmp_path / file)])
+        assert "expected the measurements that the table is made of" in capsys.readouterr().err
+    assert not table.measured.file.exists()
+
+
 def test_the_shipped_table_can_be_read():
     told = table.measured.read()
     assert set(told["sites"]) <= {site.name for site in SITES}

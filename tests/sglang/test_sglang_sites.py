@@ -3,6 +3,7 @@
 import dataclasses
 from types import SimpleNamespace
 
+import declared_sites
 import pytest
 import torch
 from torch import Tensor
@@ -68,15 +69,7 @@ def test_sources_of_the_installed_sglang_are_those_that_were_tested():
 
 
 def test_every_site_says_why_how_and_until_when_and_names_real_operators():
-    from tk_serving.operator import operators
-
-    names = {op.name for op in operators()}
-    for chosen in SITES:
-        assert chosen.why, chosen.name
-        assert chosen.how, chosen.name
-        assert chosen.until, chosen.name
-        assert set(chosen.operators) <= names
-        assert chosen.name not in names, "TK_SERVING_DISABLE could not tell them apart"
+    declared_sites.check(SITES)
 
 
 def test_the_model_tables_name_existing_sites():

@@ -6,6 +6,7 @@ in the host's memory. The times are CPU time of the thread, and say nothing of k
 
 from __future__ import annotations
 
+import argparse
 import functools
 import statistics
 import sys
@@ -24,7 +25,7 @@ from tk_serving import dispatch, kept, operator
 from tk_serving.compile import kernels
 from tk_serving.config import settings
 from tk_serving.plan import Out
-from tk_serving.workloads import Maker
+from tk_serving.workloads import MODELS, Maker
 
 ENGINES = ("vllm", "sglang")
 REPEAT, ROUNDS = 200, 7
@@ -76,7 +77,7 @@ def rows(model: str, tokens: int) -> Iterator[tuple[str, float, float]]:
 
     with launches_left_out() as device, torch.inference_mode():
         for op in operator.operators():
-            forms = [w for w in op.built if w.label.startswith(model)]
+            forms = [w for w in op.built if w.model == model]
             if not set(ENGINES) & {peer.partition(":")[0] for peer in op.peers} or not forms:
                 continue
             args = op.inputs(Maker("cpu"), tokens=tokens, **forms[0].params)
@@ -91,7 +92,11 @@ def rows(model: str, tokens: int) -> Iterator[tuple[str, float, float]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    model, tokens = (arguments[0] if arguments else "v4-flash"), int(arguments[1]) if len(arguments) > 1 else 512
+    parser = argparse.ArgumentParser(prog="python -m tk_serving.bench.calls", description=__doc__)
+    parser.add_argument("model", nargs="?", default="v4-flash", choices=[model.key for model in MODELS])
+    parser.add_argument("tokens", nargs="?", type=int, default=512)
+    options = parser.parse_args(arguments)
+    model, tokens = options.model, options.tokens
     table = Table("operator", "decide, us", "run, us", title=f"host, {model}, {tokens} tokens; jit {settings.jit}")
     for name, decide, run in rows(model, tokens):
         table.add_row(name, f"{decide:.1f}", f"{run:.1f}")

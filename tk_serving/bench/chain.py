@@ -32,7 +32,7 @@ from tk_serving.bench.record import ChainRow
 from tk_serving.bench.routing import experts, routing
 from tk_serving.bench.selection import Task
 from tk_serving.bench.targets import CHAIN
-from tk_serving.bench.timing import GRAPH, SampleError, Sampler, Statistics, measure
+from tk_serving.bench.timing import GRAPH, Footprint, SampleError, Sampler, Statistics, measure
 from tk_serving.operator import find
 from tk_serving.workloads import MODELS, Maker, Model, Workload
 
@@ -200,6 +200,7 @@ class Chain:
     def __init__(self, name: str, engine: str, tokens: int, bench: Bench) -> None:
         self._bench, self._engine = bench, engine
         self._calls: list[dict[str, list[Callable[[int], PeerCall]]]] = []  # of each step by side
+        self._footprints: list[Footprint] = []
         self.row = ChainRow(name, tokens, peer=engine)
         for step in CHAINS[name]:
             try:
@@ -220,24 +221,31 @@ class Chain:
             row.error = "no step that both sides can run"
             return row
         try:
-            timed = self._time(self._calls, rounds)
+            timed = self._time(self._calls, self._footprints, rounds)
             row.us, row.p10, row.p90 = timed[OURS].median, timed[OURS].p10, timed[OURS].p90
             row.peer_us = timed[self._engine].median
             row.ratio = row.peer_us / row.us
-            for step, calls in zip(row.steps if row.ratio < CHAIN else (), self._calls, strict=False):
-                timed = self._time([calls], rounds)
+            alone = zip(row.steps, self._calls, self._footprints, strict=True) if row.ratio < CHAIN else ()
+            for step, calls, footprint in alone:
+                timed = self._time([calls], [footprint], rounds)
                 step["us"], step["engine_us"] = timed[OURS].median, timed[self._engine].median
         except Exception as error:
             self._bench.survive(error)
             row.error = str(error) if isinstance(error, SampleError) else f"{type(error).__name__}: {error}"
         return row
 
-    def _time(self, steps: Sequence[dict[str, list[Callable[[int], PeerCall]]]], rounds: int) -> dict[str, Statistics]:
+    def _time(
+        self,
+        steps: Sequence[dict[str, list[Callable[[int], PeerCall]]]],
+        footprints: Sequence[Footprint],
+        rounds: int,
+    ) -> dict[str, Statistics]:
         samplers: dict[str, Sampler] = {}
+        footprint = Footprint(sum(one.moved for one in footprints), sum(one.inputs for one in footprints))
         try:
             for name in (OURS, self._engine):
                 side = [call for step in steps for call in step[name]]
-                samplers[name] = self._bench.timer.prepare(functools.partial(_sequence, side), GRAPH)
+                samplers[name] = self._bench.timer.prepare(functools.partial(_sequence, side), GRAPH, footprint)
             return measure(samplers, rounds)
         finally:
             for sampler in samplers.values():
@@ -254,6 +262,9 @@ class Chain:
             theirs = [_compared(_joint(function, subjects), together)]
         else:
             theirs = [_checked(subject, _declared(subject, self._engine), self._bench.check) for subject in subjects]
+        self._footprints.append(
+            Footprint(sum(s.footprint.moved for s in subjects), sum(s.footprint.inputs for s in subjects))
+        )
         self._calls.append({OURS: calls, self._engine: [call for call, _ in theirs]})
         self.row.steps.append(
             {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,13 @@ from tk_serving.bench.agreement import Agreement, compare, written
 from tk_serving.bench.inputs import Inputs
 from tk_serving.bench.peers import COMPILED, REFERENCE, PeerCall, PeerUnavailableError
 from tk_serving.bench.selection import Task
-from tk_serving.bench.timing import Sampler, Timer
+from tk_serving.bench.timing import Footprint, Sampler, Timer
 
 log = logging.getLogger(__name__)
 
 OURS = "tk-serving"
+UNUSED_BYTES = 4 << 30
+"""So much memory may stay reserved while nothing uses it."""
 
 
 class DeviceLostError(RuntimeError):
@@ -61,6 +64,11 @@ class Subject:
         if name == COMPILED:
             return functools.partial(self._direct, _compiled(op.name, repr(sorted(self.task.params.items()))))
         return lambda args: peers.prepare(name, op.name, self.inputs.by_name(args))
+
+    @functools.cached_property
+    def footprint(self) -> Footprint:
+        """What a call takes, and moves."""
+        return Footprint(self.task.op.compulsory_bytes(*self.inputs[0]), self.inputs.num_bytes)
 
     def agreement(self, name: str, make: Callable[[tuple], PeerCall]) -> Agreement:
         """Whether an implementation delivers what the reference delivers, on inputs of its own."""
@@ -106,10 +114,24 @@ class Bench:
     def finish(self) -> None:
         """Free the current row."""
         self._subject = None
-        if self.device != "cpu":
-            free, total = torch.cuda.mem_get_info()
-            if torch.cuda.memory_reserved() > total // 4 or free < total // 8:
-                torch.cuda.empty_cache()  # memory of destroyed graphs stays reserved until then
+        self.trim()
+
+    def trim(self) -> None:
+        """Return unused memory to the device: also that of destroyed graphs stays reserved until then."""
+        if self.device != "cpu" and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > UNUSED_BYTES:
+            torch.cuda.empty_cache()
+
+    def no_memory(self, error: Exception) -> str:
+        """Why a row does not fit, and who has the memory; what it took is free afterwards."""
+        wanted = re.search(r"allocate ([\d.]+ \w+)", str(error))
+        if self.device == "cpu":
+            return "no memory"
+        own = torch.cuda.memory_reserved()
+        free, total = torch.cuda.mem_get_info()
+        torch.cuda.empty_cache()
+        gib = [f"{size / 2**30:.1f}" for size in (free, total, own, max(0, total - free - own))]
+        text = "no memory: {} GiB of {} are free, this process has {}, others and the driver {}".format(*gib)
+        return f"{text}; the row asked for {wanted[1]} more" if wanted else text
 
     def prepare(self, name: str, task: Task, mode: str) -> Ready:
         """Compare an implementation with the reference and make it ready.
@@ -123,9 +145,12 @@ class Bench:
             make = subject.maker(name)
             note = make(subject.inputs[0]).note
             agreement = subject.agreement(name, make) if self.check else Agreement(None, "not compared")
-            sampler = self.timer.prepare(lambda index: make(subject.inputs[index]).run, mode)
+            self.trim()  # what the comparison took
+            sampler = self.timer.prepare(lambda index: make(subject.inputs[index]).run, mode, subject.footprint)
         except PeerUnavailableError:
             raise
+        except torch.OutOfMemoryError as error:
+            raise PeerUnavailableError(self.no_memory(error)) from error
         except Exception as error:
             if name == OURS:
                 log.warning("%s fails", task, exc_info=True)

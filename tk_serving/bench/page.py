@@ -92,10 +92,14 @@ def _misses_markdown(record: Record, causes: Sequence[targets.Cause]) -> str:
     found = targets.explain(targets.misses(record), causes)
     if not found:
         return f"{wanted}None.\n"
+    known = dict.fromkeys(cause for _, cause in found if cause != targets.UNKNOWN)
+    numbers = {cause: f"({i})" for i, cause in enumerate(known, 1)}
     cells = [
-        (miss.name, miss.target, number(miss.value), f"{miss.wanted:g}", miss.against, cause) for miss, cause in found
+        (*(miss.name, miss.target, number(miss.value), f"{miss.wanted:g}", miss.against), numbers.get(cause, cause))
+        for miss, cause in found
     ]
-    return wanted + _markdown(("row", "target", "measured", "wanted", "against", "cause"), cells, "llrrll")
+    table = _markdown(("row", "target", "measured", "wanted", "against", "cause"), cells, "llrrll")
+    return wanted + table + "".join(f"\n{sign} {cause}\n" for cause, sign in numbers.items())
 
 
 def _chain_markdown(rows: Sequence[ChainRow]) -> str:

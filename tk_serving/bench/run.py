@@ -212,11 +212,12 @@ def list_rows(options: Options, console: Console | None = None) -> None:
     for (operator, label), same in lines.items():
         counts = ", ".join(str(count) for count in dict.fromkeys(task.tokens for task in same))
         shown.add_row(operator, label, counts, ", ".join(suite.peers_of(same[0])) or NO_PEERS)
-    console.print(shown, highlight=False)
+    if tasks or not options.chains:
+        console.print(shown, highlight=False)
+        console.print(f"{len(tasks) * len(options.modes)} rows", highlight=False)
     for name in options.chains:
         for step in chains.CHAINS[name]:
             console.print(f"{name}: {step.place}: {', '.join(part.operator for part in step.parts)}", highlight=False)
-    console.print(f"{len(tasks) * len(options.modes)} rows", highlight=False)
 
 
 def _causes(causes: Path | None, source: Path | None) -> list[targets.Cause]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from tk_serving.bench import peers
 from tk_serving.bench.implementations import OURS, Bench, DeviceLostError, Ready
 from tk_serving.bench.peers import TORCH, PeerUnavailableError, engine_of, engines
@@ -67,6 +69,9 @@ class Suite:
         row = row_of(task, mode)
         try:
             row.bytes = task.op.compulsory_bytes(*self.bench.start(task).inputs[0])
+        except torch.OutOfMemoryError as error:
+            row.error = self.bench.no_memory(error)
+            return row
         except Exception as error:
             row.error = f"no inputs: {type(error).__name__}: {peers.first_line(error)}"
             return row

@@ -1,14 +1,16 @@
 """How long a call takes on the device.
 
-A sample is one replay of a CUDA graph that holds several calls, each with inputs of its own, divided by their number.
-Before every sample more than twice the L2 cache is read, outside the timed region, so the inputs of every call come
-from device memory. Mode ``graph`` puts enough calls into one graph for the sample to last about a millisecond: launch
+A sample is one replay of a CUDA graph that holds several calls, divided by their number. Each has inputs and results of
+its own, or, where these take much memory, those of a call so long before it that more than twice the L2 cache was moved
+since. Before every sample as much is read, outside the timed region. So the inputs of every call come from device
+memory. Mode ``graph`` puts enough calls into one graph for the sample to last about a millisecond: launch
 gaps and event overhead drop out, as they do in an engine that replays graphs. Mode ``cold`` times one call alone.
 A call that synchronises with the host cannot be captured; it is timed as it is (method ``stream``), host included.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import math
@@ -29,6 +31,9 @@ MAX_CALLS = 100
 WARM_UP_ROUNDS = 1
 SPIN_CYCLES = 200_000  # about 100 us: the host enqueues the replay before the device reaches it
 
+CALLS_BYTES = 4 << 30
+"""Inputs and results of an implementation's calls may take so much, and more only where the L2 cache asks for it."""
+
 Call = Callable[[], Any]
 Key = TypeVar("Key", bound=Hashable)
 
@@ -41,6 +46,14 @@ class Statistics:
     p10: float
     p90: float
     samples: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one call: ``moved`` between chip and memory at the least, ``inputs`` in memory."""
+
+    moved: int
+    inputs: int
 
 
 class Sampler(Protocol):
@@ -56,9 +69,12 @@ class Sampler(Protocol):
 
 
 class Timer(Protocol):
-    """Turns calls into samplers. ``calls(i)`` is the call on the i-th copy of the inputs."""
+    """Turns calls into samplers. ``calls(i)`` is the call on the i-th copy of the inputs.
 
-    def prepare(self, calls: Callable[[int], Call], mode: str) -> Sampler: ...
+    With the ``footprint`` of a call large inputs are not copied more often than the time of a call needs.
+    """
+
+    def prepare(self, calls: Callable[[int], Call], mode: str, footprint: Footprint | None = None) -> Sampler: ...
 
 
 class DeviceTimer(Timer, Protocol):
@@ -115,6 +131,15 @@ def calls_per_sample(single_us: float, mode: str) -> int:
     return max(1, min(MAX_CALLS, math.ceil(TARGET_US / max(single_us, 1e-3))))
 
 
+def sets_of(count: int, footprint: Footprint | None, results: int, l2_bytes: int) -> int:
+    """How many sets of inputs and results ``count`` calls take turns with; ``results``: bytes of one call's."""
+    if footprint is None:
+        return count
+    apart = math.ceil(2 * l2_bytes / max(1, footprint.moved))
+    affordable = CALLS_BYTES // max(1, footprint.inputs + results)
+    return max(1, min(count, max(apart, affordable)))
+
+
 def _quantile(ordered: Sequence[float], share: float) -> float:
     position = share * (len(ordered) - 1)
     low = math.floor(position)
@@ -125,7 +150,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 class HostTimer:
     """Times calls with the clock of the host: for rehearsals on a CPU, never for a record."""
 
-    def prepare(self, calls: Callable[[int], Call], mode: str) -> Sampler:
+    def prepare(self, calls: Callable[[int], Call], mode: str, footprint: Footprint | None = None) -> Sampler:
         first = calls(0)
         first()
         return _HostSampler(first)
@@ -157,25 +182,30 @@ class CudaTimer:
         self._sweep = torch.zeros(5 * self.l2_bytes // 8, dtype=torch.float32, device=self.device)
         self._swept = torch.zeros((), dtype=torch.float32, device=self.device)
 
-    def prepare(self, calls: Callable[[int], Call], mode: str) -> Sampler:
+    def prepare(self, calls: Callable[[int], Call], mode: str, footprint: Footprint | None = None) -> Sampler:
         first = calls(0)
         torch.cuda.synchronize(self.device)  # the inputs were made on another stream
         with torch.cuda.stream(self.stream):
             first()  # compiles, loads, allocates
+            before = torch.cuda.memory_allocated(self.device)
+            results = first()
+            held = torch.cuda.memory_allocated(self.device) - before
+            del results
         self.stream.synchronize()
         if not self._captures(first):
-            return self._stream_sampler(calls, first, mode)
+            return self._stream_sampler(calls, first, mode, footprint, held)
         try:
             alone = self._capture([first])
         except RuntimeError:
             torch.cuda.synchronize(self.device)  # raises if the failed capture cost us the device
-            return self._stream_sampler(calls, first, mode)
+            return self._stream_sampler(calls, first, mode, footprint, held)
         alone.sample()
         count = calls_per_sample(min(alone.sample() for _ in range(3)), mode)
         if count == 1:
             return alone
         alone.release()
-        return self._capture([first, *self._more(calls, count)])
+        sets = sets_of(count, footprint, held, self.l2_bytes)
+        return self._capture(self._calls(calls, first, count, sets), sets)
 
     def copy_gbps(self, rounds: int) -> Statistics:
         """Bandwidth of a large device-to-device copy, bytes read plus bytes written, in GB/s."""
@@ -214,13 +244,16 @@ class CudaTimer:
             self.stream.synchronize()
         return True
 
-    def _capture(self, calls: Sequence[Call]) -> _GraphSampler:
+    def _capture(self, calls: Sequence[Call], sets: int = 1) -> _GraphSampler:
+        """One graph of the calls; the results of so many calls in a row have memory of their own."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         with _no_garbage_collection(), torch.cuda.stream(self.stream):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                results = [call() for call in calls]  # all kept: no two calls write to the same memory
+                results: collections.deque[Any] = collections.deque(maxlen=sets)
+                for call in calls:
+                    results.append(call())
             except BaseException:
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
@@ -230,22 +263,27 @@ class CudaTimer:
         sampler.sample()  # uploads the graph
         return sampler
 
-    def _stream_sampler(self, calls: Callable[[int], Call], first: Call, mode: str) -> _StreamSampler:
+    def _stream_sampler(
+        self, calls: Callable[[int], Call], first: Call, mode: str, footprint: Footprint | None, held: int
+    ) -> _StreamSampler:
         alone = _StreamSampler(self, [first])
         alone.sample()
         count = calls_per_sample(min(alone.sample() for _ in range(3)), mode)
-        sampler = _StreamSampler(self, [first, *self._more(calls, count)])
+        sets = sets_of(count, footprint, held, self.l2_bytes)
+        sampler = _StreamSampler(self, self._calls(calls, first, count, sets))
         torch.cuda.synchronize(self.device)
         return sampler
 
-    def _more(self, calls: Callable[[int], Call], count: int) -> Iterator[Call]:
-        """The second to the last call, fewer if their inputs would fill the device."""
-        for index in range(1, count):
+    def _calls(self, calls: Callable[[int], Call], first: Call, count: int, sets: int) -> list[Call]:
+        """``count`` calls that take turns with ``sets`` sets of inputs; fewer if these would fill the device."""
+        made = [first]
+        for index in range(1, sets):
             if index % 8 == 0:
                 free, total = torch.cuda.mem_get_info(self.device)
                 if free < total // 8:
-                    return
-            yield calls(index)
+                    return made
+            made.append(calls(index))
+        return [made[index % sets] for index in range(count)]
 
     def time(self, work: Callable[[], Any]) -> float:
         """Microseconds that ``work`` keeps the stream busy, starting from a cold L2."""
@@ -275,9 +313,9 @@ def _no_garbage_collection() -> Iterator[None]:
 class _GraphSampler:
     method = GRAPH
 
-    def __init__(self, timer: CudaTimer, graph: torch.cuda.CUDAGraph, calls: list[Call], results: list[Any]) -> None:
+    def __init__(self, timer: CudaTimer, graph: torch.cuda.CUDAGraph, calls: list[Call], results: Any) -> None:
         self._timer, self._graph = timer, graph
-        self._held = (calls, results)  # the graph reads and writes their memory
+        self._held: Any = (calls, results)  # the graph reads and writes their memory
         self._count = len(calls)
 
     def sample(self) -> float:
@@ -286,7 +324,7 @@ class _GraphSampler:
     def release(self) -> None:
         self._timer.stream.synchronize()
         self._graph.reset()
-        self._held = ([], [])
+        self._held = None
 
 
 class _StreamSampler:

@@ -2,7 +2,10 @@
 
 import typer
 
-from tk_serving.cli import bench, build, demo, doctor, env, ops
+try:
+    from tk_serving.cli import bench, build, demo, doctor, env, ops
+except ValueError as error:  # a setting has a value that does not exist
+    raise SystemExit(f"tk-serving: {error}") from None
 
 app = typer.Typer(
     help="Kernels for DeepSeek-style models in vLLM, SGLang and transformers.",

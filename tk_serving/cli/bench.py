@@ -48,7 +48,9 @@ def bench(
     ] = "",
     check: Annotated[bool, typer.Option(help="Compare all results with the reference first.")] = True,
     revision: Annotated[str, typer.Option(help="Git revision for the record where there is no checkout.")] = "",
-    limit: Annotated[float, typer.Option(min=1, help="Stop after the row that reaches this many seconds.")] = 1e9,
+    limit: Annotated[
+        float, typer.Option(min=1, show_default="none", help="Stop after the row that reaches this many seconds.")
+    ] = 1e9,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that the --json file holds already.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write the record to this file.")] = None,
     plot: Annotated[
@@ -68,7 +70,9 @@ def bench(
             help="With --from: operators and chains that it lacks are shown from these older records, marked."
         ),
     ] = None,
-    compare: Annotated[tuple[Path, Path] | None, typer.Option(help="OLD NEW: show what became slower.")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(metavar="OLD NEW", help="Records of two runs: show what became slower.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the rows and peers; needs no GPU.")] = False,
 ) -> None:
     """Measure operators against every peer that is installed here.
@@ -99,7 +103,7 @@ def bench(
         options = run.Options(
             names=tuple(names or ()),
             models=_list(model),
-            tokens=tuple(int(count) for count in _list(tokens)),
+            tokens=_counts(tokens),
             peers=_list(peers),
             modes=_list(mode),
             rounds=rounds,
@@ -137,11 +141,14 @@ def _measure(options: Options) -> Record:
 def _end_to_end(*, models: tuple[str, ...], **options: Any) -> None:
     from tk_serving.bench import e2e, machine
 
-    lacking = machine.missing()
-    if lacking:
-        _refuse("bench: this machine lacks " + "; ".join(lacking))
     try:
-        records = [e2e.run(e2e.Options(model=name, **options)) for name in models or tuple(e2e.MODELS)]
+        chosen = [e2e.Options(model=name, **options) for name in models or tuple(e2e.MODELS)]
+        for one in chosen:
+            e2e.validate(one)
+        lacking = machine.missing()
+        if lacking:
+            _refuse("bench: this machine lacks " + "; ".join(lacking))
+        records = [e2e.run(one) for one in chosen]
     except (ValueError, OSError, e2e.EngineError) as error:
         _refuse(str(error))
     raise typer.Exit(0 if all(row["agree"] for record in records for row in record["rows"]) else FOUND)
@@ -164,6 +171,13 @@ def _object(name: str, text: str) -> dict[str, Any]:
 
 def _list(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, _list(text)))
+    except ValueError:
+        raise ValueError(f"bench: tokens: expected numbers, comma-separated, got {text!r}") from None
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -50,6 +50,6 @@ def ops(
     table.add_column("kernels", overflow="fold")
     table.add_column("what it computes")
     for item in rows:
-        kernels, summary = "\n".join(item["kernel"]), item["summary"].replace("``", "")
+        kernels, summary = "\n".join(item["kernel"]), item["summary"].replace("`", "")
         table.add_row(f"{item['family']}.{item['name']}", item["phase"], kernels, summary)
     console.print(table)

@@ -103,25 +103,31 @@ def _run(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) ->
     return reduce(rows, weights, mapping).to(x.dtype)
 
 
-def experts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For the experts modules of every model."""
+def around(seam: Seam, reason: Callable[..., str | None], run: Callable[..., Tensor]) -> Callable[..., Any]:
+    """For a forward of experts: ``run`` in its place, or itself where ``reason`` has something against it, counted."""
 
-    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        reason = _reason(self, hidden_states, top_k_index)
-        if reason is not None:
-            EXPERTS.leave(reason)
-            return original(self, hidden_states, top_k_index, top_k_weights)
-        return _run(self, hidden_states, top_k_index, top_k_weights)
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            against = reason(self, hidden_states, top_k_index)
+            if against is not None:
+                seam.leave(against)
+                return original(self, hidden_states, top_k_index, top_k_weights)
+            return run(self, hidden_states, top_k_index, top_k_weights)
 
-    return forward
+        return forward
+
+    return make
 
 
-def registered(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The function of ``experts_implementation="tilekernels"``; what it does not cover runs as ``grouped_mm``."""
+experts = around(EXPERTS, _reason, _run)
+"""For the experts modules of every model."""
+
+
+def _grouped(*call: Any) -> Tensor:
     from transformers.integrations.moe import grouped_mm_experts_forward
 
-    reason = _reason(self, hidden_states, top_k_index)
-    if reason is not None:
-        EXPERTS.leave(reason)
-        return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
-    return _run(self, hidden_states, top_k_index, top_k_weights)
+    return grouped_mm_experts_forward(*call)
+
+
+registered = experts(_grouped)
+"""The function of ``experts_implementation="tilekernels"``; what it does not cover runs as ``grouped_mm``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from tk_serving import moe, quant
 from tk_serving.modeling.moe import Mapping, map_to_experts
 from tk_serving_patches.transformers._calls import Seam, is_silu, refusal, verdict
+from tk_serving_patches.transformers.experts import around
 from tk_serving_patches.transformers.experts import refuses as refuses_experts
 
 EXPERTS_FP8 = Seam(
@@ -141,25 +141,15 @@ def _loop(data: Tensor, sf: Tensor, weight: Tensor, weight_sf: Tensor, owner: Te
             out[mine] = (values[mine] @ scaled.t()).to(out.dtype)
 
 
-def experts_fp8(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For ``FP8Experts``."""
-
-    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        reason = _reason(self, hidden_states, top_k_index)
-        if reason is not None:
-            EXPERTS_FP8.leave(reason)
-            return original(self, hidden_states, top_k_index, top_k_weights)
-        return _run(self, hidden_states, top_k_index, top_k_weights)
-
-    return forward
+experts_fp8 = around(EXPERTS_FP8, _reason, _run)
+"""For ``FP8Experts``."""
 
 
-def registered(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The function of ``experts_implementation="tilekernels"``; what it does not cover runs as ``grouped_mm``."""
+def _grouped(*call: Any) -> Tensor:
     from transformers.integrations.finegrained_fp8 import fp8_grouped_mm_experts_forward
 
-    reason = _reason(self, hidden_states, top_k_index)
-    if reason is not None:
-        EXPERTS_FP8.leave(reason)
-        return fp8_grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
-    return _run(self, hidden_states, top_k_index, top_k_weights)
+    return fp8_grouped_mm_experts_forward(*call)
+
+
+registered = experts_fp8(_grouped)
+"""The function of ``experts_implementation="tilekernels"``; what it does not cover runs as ``grouped_mm``."""

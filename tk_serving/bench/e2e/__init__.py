@@ -4,7 +4,7 @@ Two engine processes share one GPU and take turns: prefill, then decode at sever
 ours, stock, and so on. Weights are random but realistic, and the same in both; their outputs are compared.
 """
 
-from tk_serving.bench.e2e.alternate import EngineError, Options, run
+from tk_serving.bench.e2e.alternate import EngineError, Options, run, validate
 from tk_serving.bench.e2e.models import MODELS
 
-__all__ = ["MODELS", "EngineError", "Options", "run"]
+__all__ = ["MODELS", "EngineError", "Options", "run", "validate"]

@@ -223,6 +223,18 @@ class Side:
         self._log.close()
 
 
+def validate(options: Options) -> None:
+    """Refuse what is not known, before anything is started.
+
+    Raises:
+        ValueError: unknown engine or model.
+    """
+    if options.engine not in ENGINES:
+        raise ValueError(f"bench: e2e: expected one of {', '.join(ENGINES)}, got {options.engine!r}")
+    if options.model not in models.MODELS:
+        raise ValueError(f"bench: model: expected one of {', '.join(models.MODELS)}, got {options.model!r}")
+
+
 def run(options: Options, console: Console | None = None) -> dict[str, Any]:
     """Measure one model; return the record, which is also written to ``options.json`` after every phase.
 
@@ -231,10 +243,7 @@ def run(options: Options, console: Console | None = None) -> dict[str, Any]:
         ValueError: unknown engine or model.
     """
     console = console or Console(soft_wrap=True, highlight=False)
-    if options.engine not in ENGINES:
-        raise ValueError(f"bench: e2e: expected one of {', '.join(ENGINES)}, got {options.engine!r}")
-    if options.model not in models.MODELS:
-        raise ValueError(f"bench: model: expected one of {', '.join(models.MODELS)}, got {options.model!r}")
+    validate(options)
     from tk_serving.bench.e2e import experts, tools
 
     started = time.monotonic()

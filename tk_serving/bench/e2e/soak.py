@@ -86,7 +86,7 @@ def run(options: Any) -> dict[str, Any]:
         "engine": "vllm",
         "model": options.model,
         "layers": options.layers,
-        "command": shlex.join(command[2:]),
+        "command": shlex.join(command[2:]).replace(str(folder), folder.name),
         "device": _device(),
         "versions": versions(),
         "revision": options.revision or revision(),
