@@ -249,15 +249,88 @@ def vllm_phases() -> str:
                 f"{row['ratio']:.3f}",
                 f"{row['kernels_ratio']:.3f}",
                 f"{target:.2f}" if target else "-",
-                f"{replaced['stock']:.3f} / {replaced['ours']:.3f}",
+                f"{replaced['stock']:.3f} / {replaced['ours']:.3f}, {replaced['stock'] / replaced['ours']:.2f}",
+                f"{100 * replaced['stock'] / kernels['stock']:.1f} %",
                 f"{kernels['stock'] / (kernels['stock'] - replaced['stock']):.2f}",
             ]
         )
     return table(
         "model | phase | ms of a step, stock / ours | ratio | of the kernels | target | replaced kernels, ms | "
-        "if they took no time",
+        "share of stock's | if they took no time",
         rows,
     )
+
+
+def vllm_graphs() -> str:
+    """Decode steps as captured graphs alone: what repeats with every layer."""
+    rows = []
+    for row in _record(VLLM)["rows"]:
+        if "graph_ms" not in row:
+            continue
+        graph, replaced = row["graph_ms"], _replaced(row)["stock"]
+        rows.append(
+            [
+                row["model"],
+                row["phase"],
+                f"{graph['stock']:.3f} / {graph['ours']:.3f}",
+                f"{row['graph_ratio']:.3f}",
+                f"{graph['stock'] / (graph['stock'] - replaced):.2f}",
+                " / ".join(f"{row[side] - graph[side]:.3f}" for side in ("stock", "ours")),
+            ]
+        )
+    if not rows:
+        return "(not in the record)"
+    return table(
+        "model | phase | ms of the graph, stock / ours | ratio | if the replaced kernels took no time | "
+        "rest of the step, ms",
+        rows,
+    )
+
+
+def vllm_start() -> str:
+    """What a start from a cache built ahead compiled, and how long it took."""
+    found = _record("zero-compile-h200.json")
+    cache, start, empty = found["cache"], found["engine_start_s"], found["on_empty_caches"]
+    rows = [
+        ["kernels in the cache, loaded by the server", f"{cache['kernels']}, {found['kernels_loaded_by_the_server']}"],
+        ["opening the cache", f"{cache['load_s']} s"],
+        [
+            "compilations of ours, calls without a kernel",
+            f"{len(found['compilations'])}, {len(found['calls_without_a_kernel'])}",
+        ],
+        [
+            f"engine built, caches of the engine's own code {'restored' if found['caches_restored'] else 'empty'}",
+            f"stock {start['stock']} s, ours {start['ours']} s",
+        ],
+        [
+            f"the same on empty caches (revision {empty['revision']})",
+            ", ".join(f"{side} {empty['engine_start_s'][side]} s" for side in ("stock", "ours")),
+        ],
+        [
+            "every size served once, on empty caches",
+            ", ".join(f"{side} {empty['warm after s'][side]} s" for side in ("stock", "ours")),
+        ],
+    ]
+    return f"Revision {found['revision']}.\n\n" + table("what | found", rows)
+
+
+def soak() -> str:
+    """The server under load."""
+    found = _record("soak-vllm-h200.json")
+    sent, checks = found["sent"], found["checks"]
+    failed = [f"`{name}`" for name, kept in checks.items() if not kept]
+    rows = [
+        ["seconds under load", f"{found['seconds']:.0f}"],
+        ["requests sent, finished, hung up", f"{sent['sent']}, {sent['finished']}, {sent['hung_up']}"],
+        ["errors", str(len(found["errors"]))],
+        [
+            "growth of memory, device and host",
+            " and ".join(f"{found['growth'][w]:.0f} MiB" for w in ("device_mib", "host_mib")),
+        ],
+        ["checks that hold", ", ".join(f"`{name}`" for name, kept in checks.items() if kept)],
+        ["checks that do not", ", ".join(failed) or "none"],
+    ]
+    return table("what | found", rows)
 
 
 def vllm_outputs() -> str:
@@ -364,6 +437,9 @@ SECTIONS = {
     "experts-layer": fp4_layer,
     "experts": fp4_experts,
     "vllm-phases": vllm_phases,
+    "vllm-graphs": vllm_graphs,
+    "vllm-start": vllm_start,
+    "soak": soak,
     "vllm-outputs": vllm_outputs,
     "vllm-bench": vllm_bench,
 }

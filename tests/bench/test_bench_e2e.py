@@ -230,6 +230,60 @@ def test_sides_alternate_and_the_first_measurement_is_thrown_away():
     assert sides["ours"].log == sides["stock"].log
 
 
+def test_graphs_have_a_ratio_if_every_side_has_their_times():
+    def side(ms, **graph):
+        return alternate.Measured([{"ms": 3.0, "wall_ms": 4.0, **graph}] * 2, {"ms": {"k": ms}, "calls": {"k": 1.0}})
+
+    both = {"stock": side(3.0, graph_ms=1.2), "ours": side(2.0, graph_ms=1.0)}
+    row = alternate.row(both, alternate.Options(), "decode", 1)
+    assert (row["graph_ms"], row["graph_ratio"]) == ({"stock": 1.2, "ours": 1.0}, 1.2)
+    one = {**both, "ours": side(2.0)}
+    assert "graph_ratio" not in alternate.row(one, alternate.Options(), "decode", 1)
+
+
+class At:
+    """An event, which knows when it was recorded."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = At.now
+
+    def elapsed_time(self, later):
+        return later.at - self.at
+
+
+@pytest.mark.parametrize(("replays", "found"), [(1, 2.0), (2, None), (0, None)])
+def test_a_step_that_is_one_graph_has_the_time_of_that_graph(monkeypatch, replays, found):
+    def replay(graph):
+        At.now += 2.0
+
+    monkeypatch.setattr(torch.cuda, "Event", At)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replay)
+
+    class Steps(engine.Engine):
+        model = outputs = None
+
+        def generate(self, sequences, prompt, tokens, seed=0, logprobs=None):
+            for _ in range(tokens):
+                self.step()
+            return [], 1.0
+
+    def step():
+        At.now += 1.0  # of the host
+        for _ in range(replays):
+            torch.cuda.CUDAGraph.replay(None)
+
+    side = Steps()
+    side.step = engine.timed(engine.timed_graphs(step, side.graph_ms), side.step_ms)
+    decoded = side.decode(1, 6, 0)
+    assert decoded["ms"] == 1.0 + 2.0 * replays
+    assert decoded.get("graph_ms") == found
+
+
 class Texts:
     """A side whose answers depend on how it is asked."""
 

@@ -44,6 +44,20 @@ def without(record, check):
     assert [name for name, ok in record["checks"].items() if not ok] == [check]
 
 
+@pytest.mark.parametrize(
+    ("workers", "good_so"),
+    [
+        ([{"active": True, "mode": "error"}], True),
+        ([{"active": True, "mode": "error"}, {"active": True, "mode": "warn"}], False),
+        ([{"active": False, "mode": "error"}], False),
+        ([], False),
+    ],
+)
+def test_after_a_warm_up_the_monitor_of_every_worker_has_to_be_on_error(workers, good_so):
+    record = {**good(), "warm_up": {"jit_monitor": workers}}
+    assert soak.judge(record) == record["checks"]["jit_monitor"] == good_so
+
+
 def test_a_good_soak_passes():
     record = good()
     assert soak.judge(record)

@@ -5,9 +5,11 @@ import functools
 import pytest
 import torch
 from mhc_inputs import bf16, f32
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from tk_serving import mhc, quant
-from tk_serving.mhc import _fused
+from tk_serving.mhc import _fused, _partials
 from tk_serving.operator import find
 
 GATES = {
@@ -259,3 +261,33 @@ def test_the_update_is_checked():
         ValueError, match=r"mhc_post_pre_fused: comb_res_mix: expected shape \[2, 4, 4\], got \[2, 4, 1\]"
     ):
         call(f32(2, 4, 1), f32(2, 4, 1), *parameters(64), **GATES)
+
+
+@pytest.mark.parametrize("name", ["mhc_pre_big_fuse", "mhc_pre_fused"])
+def test_the_widest_streams_launch_late_in_large_batches(name):
+    op = find(name)
+
+    def early(size, tokens):
+        args = (
+            torch.empty(tokens, 4, size, dtype=torch.bfloat16, device="meta"),
+            torch.empty(24, 4 * size, device="meta"),
+        )
+        gates = torch.empty(3, device="meta"), torch.empty(24, device="meta")
+        return {launch.pdl for launch in op.plan(*op.bind(*args, *gates, **GATES)).launches}
+
+    size, tokens = _partials.LATE
+    assert early(size, tokens) == {False}
+    assert early(size, tokens - 1) == early(size - 64, tokens) == {True}
+
+
+@pytest.mark.parametrize("name", ["mhc_pre_big_fuse", "mhc_pre_fused"])
+def test_a_traced_number_of_tokens_is_not_compared(name):
+    size, tokens = _partials.LATE
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+    traced = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC, DimDynamic.STATIC])
+    streams = torch.empty(tokens, 4, size, dtype=torch.bfloat16)
+    residual = mode.from_tensor(streams, symbolic_context=traced)
+    with mode:
+        find(name).public(residual, torch.empty(24, 4 * size), torch.empty(3), torch.empty(24), **GATES)
+    assert not shapes.guards

@@ -453,3 +453,12 @@ def test_stochastic_with_given_scales():
         data, sf = per_token_cast(x, fmt, 32, round_sf=True, stochastic_cast=True, seed=3)
         given = per_token_cast_with_precomputed_sf(x, fmt, 32, sf, stochastic_cast=True, seed=3)
         assert torch.equal(codes(given), codes(data))
+
+
+def test_scales_alone_start_early_where_the_device_holds_all_blocks():
+    op = per_token_cast_with_sf_only.operator
+    early = {}
+    for tokens in (64, 584, 588, 4096):
+        x = torch.empty(tokens, 7168, dtype=torch.bfloat16, device="meta")
+        early[tokens] = op.plan(*op.bind(x, "e4m3", 128)).launches[0].pdl
+    assert early == {64: True, 584: True, 588: False, 4096: False}

@@ -5,7 +5,13 @@ import torch
 from harness import check
 
 from tk_serving import config, dispatch, kept
-from tk_serving.quant import gating, per_token_cast, swiglu_forward, swiglu_forward_and_per_token_cast
+from tk_serving.quant import (
+    gating,
+    per_token_cast,
+    swiglu_forward,
+    swiglu_forward_and_per_token_cast,
+    swiglu_forward_and_per_token_cast_grouped,
+)
 
 NAN = float("nan")
 
@@ -191,6 +197,44 @@ def test_the_form_follows_the_rows():
     shared = [config_[rows, False]["shared_rows"] for rows in (64, 32767, 32768, 38400, 38401)]
     assert shared == [32, 32, 128, 128, 32]
     assert all(config_[rows, True]["shared_rows"] == 0 for rows in (64, 32768))
+
+
+def simulated(function, *args, **options):
+    op = function.operator
+    given, named = dispatch.args_by_kind(op, op.bind(*args, **options))
+    return op.call("simulator", *given, **named)
+
+
+@pytest.mark.parametrize("clamp", [0.5, 10.0])
+def test_the_form_with_fewer_instructions_gives_the_same_bits(clamp):
+    gates = torch.randn(9, 640) * 40
+    gates[0, ::7], gates[1, ::5], gates[2, 3], gates[3] = NAN, float("inf"), -float("inf"), -0.0
+    x = torch.cat((gates, torch.randn(9, 640) * 20), dim=1).bfloat16()
+    weights = torch.tensor([1.5, -3.0, NAN, 0.0, 2.0**64, -(2.0**65), 1e-40, float("inf"), 0.3])
+    layout = {"use_tma_aligned_col_major_sf": True, "round_sf": True, "use_packed_ue8m0": True}
+    positions = torch.arange(9, dtype=torch.int32)
+    data, sf = simulated(
+        swiglu_forward_and_per_token_cast_grouped, x, "e4m3", 32, None, weights, clamp_value=clamp, **layout
+    )
+    expected, expected_sf = simulated(
+        swiglu_forward_and_per_token_cast,
+        x,
+        "e4m3",
+        32,
+        positions,
+        weights[:, None],
+        swiglu_clamp_value=clamp,
+        **layout,
+    )
+    assert torch.equal(codes(data), codes(expected))
+    assert torch.equal(sf, expected_sf)
+
+
+@pytest.mark.parametrize(("clamp", "lean"), [(10.0, True), (10.1, False), (None, False), (2.0**32, False)])
+def test_only_limits_that_are_a_bfloat16_have_the_form_with_fewer_instructions(clamp, lean):
+    op = swiglu_forward.operator
+    bound = op.bind(torch.empty(100, 512, dtype=torch.bfloat16, device="meta"), "bf16", clamp_value=clamp)
+    assert op.plan(*bound).launches[0].config.get("lean", False) == lean
 
 
 def test_no_routing_weight_is_loaded_ahead_where_there_is_none():

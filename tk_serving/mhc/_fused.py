@@ -133,7 +133,8 @@ class Step:
         raw = self.delayed and (self.norm_weight is not None or self.fmt is not None)
         scratch = (*_partials.outputs(splits, total, MIXES), *((row,) if raw else ()))
         apart = self.update is not None and size >= APART[0] and total >= APART[1]
-        launches = self._launches(step, size, splits, layout, len(outputs), apart) if total else ()
+        early = _partials.launches_early(size, total)
+        launches = self._launches(step, size, splits, layout, len(outputs), apart, early) if total else ()
         return Plan(outputs, launches, scratch)
 
     def _check_output(self, expect: Expect, size: int) -> str:
@@ -157,7 +158,7 @@ class Step:
         return scales.layout_of(expect, self.column_major, self.round_sf, self.packed)
 
     def _launches(
-        self, step: Callable[..., Step], size: int, splits: int, layout: str, at: int, apart: bool
+        self, step: Callable[..., Step], size: int, splits: int, layout: str, at: int, apart: bool, early: bool
     ) -> tuple[Launch, ...]:
         updated = self.update is not None
         first = 1 if updated else 0
@@ -211,7 +212,9 @@ class Step:
         values = _pre.Values(self.rms_eps, self.pre_eps, self.sinkhorn_eps, self.post_mult, self.repeat, self.norm_eps)
         return (
             *((Launch("mhc.post", {"hidden": size}, update),) if apart else ()),
-            _partials.launch(size, MIXES, splits, stream_pass, update=updated and not apart, next_input=source),
+            _partials.launch(
+                size, MIXES, splits, stream_pass, update=updated and not apart, next_input=source, pdl=early
+            ),
             _pre.finish(
                 size,
                 splits,
@@ -226,6 +229,7 @@ class Step:
                 npc=self.npc,
                 layout=layout,
                 round_sf=self.round_sf,
+                pdl=early,
             ),
         )
 

@@ -74,6 +74,7 @@ def finish(
     npc: int = 128,
     layout: str = "row",
     round_sf: bool = False,
+    pdl: bool = True,
 ) -> Launch:
     """The launch that turns the parts into mixes and the sublayer's input.
 
@@ -126,7 +127,7 @@ def finish(
             values.repeat,
         )
 
-    return Launch("mhc.pre", config, arguments)
+    return Launch("mhc.pre", config, arguments, pdl=pdl)
 
 
 def refuse_autograd(operator: str, *tensors: Tensor | None) -> None:

@@ -40,6 +40,7 @@ def _plan(
         Out((*tokens, size), BF16),
         Out((*tokens, MULT, 1), F32) if with_pre_mix else None,
     )
+    early = _partials.launches_early(size, count(tokens))
     launches: tuple[Launch, ...] = (
         _partials.launch(
             size,
@@ -47,6 +48,7 @@ def _plan(
             splits,
             lambda outs, residual, fn, *args: _partials.Tensors(residual, fn, outs[4], outs[5], args[8]),
             fold=norm_weight is not None,
+            pdl=early,
         ),
         _pre.finish(
             size,
@@ -56,6 +58,7 @@ def _plan(
                 outs[4], outs[5], scale, base, residual, pre=outs[3], post=outs[0], comb=outs[1], out=outs[2]
             ),
             with_pre=with_pre_mix,
+            pdl=early,
         ),
     )
     return Plan(outputs, launches if count(tokens) else (), _partials.outputs(splits, count(tokens), MIXES))

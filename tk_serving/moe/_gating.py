@@ -22,6 +22,7 @@ SCORING = ("sigmoid", "sqrtsoftplus", "softmax")
 LARGEST = torch.finfo(torch.float32).max
 TINY = 1e-20
 MAX_SPREAD_TOKENS = 768
+MAX_EARLY_EXPERTS = 256
 
 
 @dataclass(frozen=True)
@@ -205,8 +206,9 @@ def is_spread(tokens: int) -> bool:
 
 
 def launch(config: dict[str, Any], arguments: Callable[..., tuple]) -> Launch:
-    """The launch of a router gate; with a warp for each token an early launch costs more than it hides."""
-    return Launch("moe.gate", config, arguments, pdl=config["spread"] or bool(config["table"]))
+    """The launch of a router gate; early where that hides more than it costs: not with many experts to a warp."""
+    early = config["spread"] or bool(config["table"]) or config["num_experts"] <= MAX_EARLY_EXPERTS
+    return Launch("moe.gate", config, arguments, pdl=early)
 
 
 OPTIONAL = (

@@ -13,7 +13,7 @@ from tk_serving.workloads import Maker, Model, Workload, at_one_size, serving
 
 MAX_EXPERTS = 1024
 MAX_ROWS = 2**31 - 2**20  # leaves room for the steps of the last loop
-MAX_PAIRS_IN_ONE_LAUNCH = 4096
+MAX_PAIRS_IN_ONE_LAUNCH = 2048
 CHUNK = 256  # pairs of a block, or a multiple
 SECTION = 8  # chunks
 MAX_SECTIONS = 256  # every block reads the counts of all

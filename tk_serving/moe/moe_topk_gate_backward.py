@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tk_serving.compare import Close
 from tk_serving.expect import Expect
+from tk_serving.layout import aligned
 from tk_serving.moe import _contents, _gating
 from tk_serving.operator import Existing, Launch, Out, Plan, operator
 from tk_serving.workloads import Maker, serving
@@ -57,8 +58,14 @@ def _plan(
         "num_topk": topk,
         "scoring": scoring_func,
         "summed": grad_scores_sum is not None,
+        "width": _width(experts) if aligned(scores, out) else 1,
     }
     return Plan((result,), (Launch("moe.gate_backward", config, _arguments),) if tokens else ())
+
+
+def _width(experts: int) -> int:
+    """Neighbouring experts that a lane reads at once, with every lane reading as many."""
+    return next(width for width in (4, 2, 1) if width == 1 or experts % (32 * width) == 0)
 
 
 def _arguments(
@@ -132,6 +139,8 @@ def _inputs(
         {"tokens": 12, "experts": 72, "topk": 6, "sequences": 3, "missing": True},
         {"tokens": 6, "experts": 40, "topk": 4, "scoring": "sigmoid", "missing": True, "preallocated": True},
         {"tokens": 6, "experts": 40, "topk": 4, "scoring": "softmax", "sequences": 2},
+        {"tokens": 6, "experts": 128, "topk": 8, "sequences": 2, "missing": True, "preallocated": True},
+        {"tokens": 6, "experts": 320, "topk": 6, "scoring": "softmax", "sequences": 3, "missing": True},
     ],
     workloads=serving(
         lambda m: {

@@ -136,6 +136,11 @@ def cast_launch(
     return Launch("quant.per_token_cast:by_token", config, _arguments(sf_only, stochastic, seed))
 
 
+def blocks(source: Input) -> int:
+    """Of a cast with scales of groups: four tokens and 512 columns each."""
+    return -(-source.tokens // 4) * -(-source.hidden // 512)
+
+
 def _arguments(sf_only: bool, stochastic: bool, seed: int | None) -> Callable[..., Sequence[Any]]:
     def arguments(outputs: Tensors, x: Tensor | Quantized, *_: object) -> Sequence[Any]:
         data, sf = (None, outputs[0]) if sf_only else outputs

@@ -20,6 +20,8 @@ FEW_ROWS = 64
 LISTED_ROWS, LISTED_COLUMNS = range(1 << 15, 38401), 2048
 """So many expert-major rows, of so many columns or more: a block looks through 128 rows, not 32. V3 and V4-Flash have
 them from 64 to 512 tokens, in regions that are multiples of 128, of which few rows are live; 1 and 4096 tokens lose."""
+LARGEST_LEAN_LIMIT = 2.0**31
+"""No product of values under this limit and a routing weight up to 2^64 overflows."""
 HELD = 8
 """Octets of a row that a lane may hold in registers where a row has one scale: H <= 65536."""
 
@@ -110,10 +112,12 @@ def launch(
     floor: float,
     zero_padding: bool = True,
     rounded: bool = False,
+    lean: bool = False,
 ) -> Launch:
     """The kernel for outputs (data, sf), or (data,) with ``npc`` 0; ``fmt`` is a quantised format or a dtype's name.
 
-    ``rows_of`` finds ``rows`` in the public arguments of a call.
+    ``rows_of`` finds ``rows`` in the public arguments of a call. ``lean`` asks for the form with fewer instructions
+    where there is one; ``swiglu_forward_and_per_token_cast`` takes longer with it.
     """
     n, hidden = x.shape[0], x.shape[1] // 2
     zero_padding = zero_padding or rows.experts is None
@@ -137,6 +141,8 @@ def launch(
         listed = n in LISTED_ROWS and hidden >= LISTED_COLUMNS
         shared_rows = 0 if zero_padding else 128 if listed else 32
         config_ |= {"npc": npc, "layout": layout, "halves": halves, "shared_rows": shared_rows}
+        if lean and _can_be_lean(x, rows) and not rounded and (round_sf or not npc):
+            config_["lean"] = True
         kernel = "quant.swiglu:by_group"
     numbers = (rows.clamp or 0.0, floor, 1.0 if rows.factor is None else rows.factor, config.get_token_alignment())
 
@@ -157,6 +163,13 @@ def launch(
         )
 
     return Launch(kernel, config_, arguments)
+
+
+def _can_be_lean(x: Tensor, rows: Rows) -> bool:
+    if x.dtype != torch.bfloat16 or rows.clamp is None or rows.counts is not None:
+        return False
+    limit = torch.tensor(rows.clamp, dtype=torch.float32)
+    return rows.clamp <= LARGEST_LEAN_LIMIT and bool(limit.bfloat16() == limit)
 
 
 def check_rounding(expect: Expect, x: Tensor, round_activation: bool) -> None:

@@ -32,7 +32,7 @@ def _plan(
     rows.check_counts(_expect, 4, "clamp_value")
     gating.check_rounding(_expect, x, round_activation)
     dtype = str(TARGETS[fmt]).removeprefix("torch.")
-    launch = gating.launch(x, rows, _rows_of, dtype, 0, scales.ROW, False, 0.0, rounded=round_activation)
+    launch = gating.launch(x, rows, _rows_of, dtype, 0, scales.ROW, False, 0.0, rounded=round_activation, lean=True)
     return Plan((Out((n, hidden), TARGETS[fmt]),), (launch,) if n else ())
 
 

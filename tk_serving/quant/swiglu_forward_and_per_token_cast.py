@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tk_serving.compare import BITWISE, Steps
 from tk_serving.expect import Expect
-from tk_serving.operator import Plan, Quantized, operator
+from tk_serving.operator import Out, Plan, Quantized, operator
 from tk_serving.quant import casting, gating, scales
 from tk_serving.quant.formats import FORMATS
 from tk_serving.workloads import Maker, Model, Workload, serving, variants
@@ -66,6 +66,19 @@ def _rows(
 
 def _rows_of(x: Tensor, fmt: str, npc: int, *arguments: Any) -> gating.Rows:
     return _rows(*arguments[:3], *arguments[6:8])
+
+
+def _traffic(x: Tensor, *arguments: Any) -> int:
+    """Padding rows are not read, and with ``zero_padding=False`` not written but for their scales."""
+    others = [x, *(t for t in arguments if isinstance(t, Tensor))]
+    read = sum(t.numel() * t.element_size() for t in others)
+    data, sf = (out.num_bytes for out in _plan(x, *arguments).outputs if isinstance(out, Out))
+    experts, zero_padding = arguments[4], arguments[11]
+    if experts is None or x.device.type == "meta":
+        return read + data + sf
+    dead = int((experts < 0).sum())
+    row = x.shape[1] * x.element_size() + (0 if zero_padding else data // max(1, len(x)))
+    return read + data + sf - dead * row
 
 
 def _unspecified(results: list, *arguments: object) -> None:
@@ -157,6 +170,7 @@ def _many_rows() -> tuple[Workload, ...]:
     equality=(Steps(), Steps(), BITWISE),
     mutates=("clamped_count",),
     unspecified=_unspecified,
+    traffic=_traffic,
     moves_data=True,
     cases=[
         {"tokens": 0, "hidden": 256, "npc": 128, "column_major": True},

@@ -37,7 +37,7 @@ def _plan(
     n, hidden = rows.check(_expect, x, num_per_channels, NAMES)
     rows.check_counts(_expect, 4, "clamp_value")
     layout = scales.layout_of(_expect, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
-    launch = gating.launch(x, rows, _rows_of, fmt, num_per_channels, layout, round_sf, FORMATS[fmt].floor)
+    launch = gating.launch(x, rows, _rows_of, fmt, num_per_channels, layout, round_sf, FORMATS[fmt].floor, lean=True)
     results = casting.data_out(fmt, n, hidden), scales.sf_out(layout, n, hidden // num_per_channels)
     return Plan(results, (launch,) if n else ())
 
@@ -107,6 +107,7 @@ def _serving(model: Model) -> dict[str, object]:
             "clamp": 0.5,
             "counted": True,
         },
+        {"tokens": 7, "hidden": 544, "npc": 32, "column_major": True, "round_sf": True, "packed": True, "clamp": 1.0},
     ],
     workloads=serving(_serving),
     peers=["tile_kernels"],

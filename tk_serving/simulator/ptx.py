@@ -42,6 +42,25 @@ _FORMS: tuple[tuple[str, str], ...] = (
     (r"fence\S*|membar\S*|setmaxnreg\S* .*|griddepcontrol\S*|prefetch\S* .*", "(void)0"),
     (r"cvt\.rn\.bf16\.f16 %0, %1", "{0} = sim::bf16_from_half({1})"),
     (r"rcp\.approx(\.ftz)?\.f32 %0, %1", "{0} = 1.f / ({1})"),
+    (r"ex2\.approx(\.ftz)?\.f32 %0, %1", "{0} = exp2f({1})"),
+    (
+        r"(?P<op>min|max)\.NaN\.bf16x2 %0, %1, %2",
+        "{{ unsigned v_ = 0; for (int k_ = 0; k_ < 2; ++k_) {{ "
+        "unsigned a_ = ((unsigned)({1}) >> 16 * k_ & 0xffff) << 16, "
+        "b_ = ((unsigned)({2}) >> 16 * k_ & 0xffff) << 16; float x_, y_; "
+        "__builtin_memcpy(&x_, &a_, 4); "
+        "__builtin_memcpy(&y_, &b_, 4); "
+        "unsigned c_ = x_ != x_ || y_ != y_ ? 0x7fff0000u : f{op}f(x_, y_) == x_ ? a_ : b_; "
+        "v_ |= c_ >> 16 << 16 * k_; }} {0} = (int)v_; }}",
+    ),
+    (
+        r"max\.xorsign\.abs\.bf16x2 %0, %1, %2",
+        "{{ unsigned v_ = 0; for (int k_ = 0; k_ < 2; ++k_) {{ "
+        "unsigned a_ = ((unsigned)({1}) >> 16 * k_ & 0xffff), "
+        "b_ = ((unsigned)({2}) >> 16 * k_ & 0xffff), s_ = (a_ ^ b_) & 0x8000, x_ = a_ & 0x7fff, y_ = b_ & 0x7fff; "
+        "unsigned c_ = x_ > 0x7f80 ? y_ : y_ > 0x7f80 ? x_ : x_ > y_ ? x_ : y_; v_ |= (c_ | s_) << 16 * k_; }} "
+        "{0} = (int)v_; }}",
+    ),
     (r"redux\.sync\.(?P<op>add|min|max|and|or|xor)\.[usb]32 %0, %1, %2", "{0} = __reduce_{op}_sync({2}, {1})"),
     (r"fma\.rn(\.ftz)?\.f32 %0, %1, %2, %3", "{0} = fmaf({1}, {2}, {3})"),
     (r"red\.\S*\.or\.b32 \[%0\], %1", "atomicOr(reinterpret_cast<unsigned*>({0}), {1})"),

@@ -49,12 +49,29 @@ def timed(step: Callable[..., Any], events: list[tuple[Any, Any]]) -> Callable[.
     return run
 
 
+def timed_graphs(step: Callable[..., Any], events: list[list[tuple[Any, Any]]]) -> Callable[..., Any]:
+    """A step of a model runner; from now on every replay of a captured graph has events around it, which are added to
+    the list of its step. For one engine in a process."""
+    replay = torch.cuda.CUDAGraph.replay
+
+    def replay_timed(graph: torch.cuda.CUDAGraph) -> None:
+        timed(replay, events[-1] if events else [])(graph)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        events.append([])
+        return step(*args, **kwargs)
+
+    setattr(torch.cuda.CUDAGraph, "replay", replay_timed)  # noqa: B010
+    return run
+
+
 class Engine(ABC):
     """An engine with random weights.
 
     Attributes:
         plugin: module of the integration that holds the ledger of call sites.
         step_ms: events before and after every step of the model runner since the last :meth:`generate` began.
+        graph_ms: for each of these steps the same around every replay of a captured graph, where an engine has that.
         start_s: seconds that building the engine took.
     """
 
@@ -63,6 +80,7 @@ class Engine(ABC):
 
     def __init__(self) -> None:
         self.step_ms: list[tuple[Any, Any]] = []
+        self.graph_ms: list[list[tuple[Any, Any]]] = []
 
     @property
     @abstractmethod
@@ -151,10 +169,18 @@ class Engine(ABC):
         return {"ms": max(self.steps()), "wall_ms": seconds * 1e3}
 
     def decode(self, sequences: int, steps: int, seed: int) -> dict[str, float]:
-        """Decode steps after short prompts: the median of the last of them on the device, the mean by the clock."""
+        """Decode steps after short prompts: the median of the last of them on the device, the mean by the clock.
+
+        ``graph_ms``: of the captured graph alone, if a step is one graph. A step also waits for the host, which takes
+        longer than the device where a model has few layers.
+        """
         _, seconds = self.generate(sequences, 32, steps + 1, seed)
         ms = self.steps()[-(steps - 2) :]
-        return {"ms": statistics.median(ms), "wall_ms": seconds * 1e3 / (steps + 1)}
+        found = {"ms": statistics.median(ms), "wall_ms": seconds * 1e3 / (steps + 1)}
+        graphs = self.graph_ms[-(steps - 2) :]
+        if graphs and all(len(step) == 1 for step in graphs):
+            found["graph_ms"] = statistics.median(before.elapsed_time(after) for ((before, after),) in graphs)
+        return found
 
     def kernels(self, phase: str, size: int, steps: int) -> dict[str, Any]:
         """Milliseconds on the device and calls by kernel, per step of a phase."""

@@ -7,6 +7,9 @@ takes (chunked prefill), bursts that fill the batch, clients that hang up. Memor
 workers have reserved, of the host that of all processes of the server; vLLM's counters of requests and those of our
 operators are compared with what was sent.
 
+With ``--warm-up 30`` the monitor only warns for that long. Then what vLLM's warm-up leaves out of its own kernels is
+compiled (:mod:`tk_serving.bench.e2e.jit_monitor`), and it is on ``error`` from there on.
+
 SIGTERM ends the load early. If the process is stopped for a while (SIGSTOP), that time does not count.
 """
 
@@ -49,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="v4-flash", choices=sorted(models.MODELS))
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument(
+        "--warm-up", type=float, default=0, help="seconds of load before, in which vLLM's JIT monitor only warns"
+    )
     parser.add_argument("--longest", type=int, default=6000, help="tokens of the longest prompt")
     parser.add_argument("--step-tokens", type=int, default=2048, help="of a step: longer prompts are read in parts")
     parser.add_argument("--sequences", type=int, default=64, help="of a full batch")
@@ -98,11 +104,16 @@ def run(options: Any) -> dict[str, Any]:
         except Exception as error:
             record["failed"] = f"{type(error).__name__}: {error}"[:2000]
         log = (logs / "server.log").read_text(errors="replace")  # before it is told to end
-    bad = re.compile(r"\bERROR\b|\bWARNING\b.*JIT")
-    record["errors_in_log"] = [line[:300] for line in log.splitlines() if bad.search(line)][:20]
+    before = record.get("warm_up", {}).get("log_characters", 0)
+    record["errors_in_log"] = _errors(log[before:])
     record["passes"] = judge(record)
     _write(options, record)
     return record
+
+
+def _errors(log: str) -> list[str]:
+    bad = re.compile(r"\bERROR\b|\bWARNING\b.*JIT")
+    return [line[:300] for line in log.splitlines() if bad.search(line)][:20]
 
 
 def _flags(options: Any) -> list[str]:
@@ -117,7 +128,7 @@ def _flags(options: Any) -> list[str]:
             *("--dtype", "bfloat16", "--tokenizer-mode", "hf"),
             *(
                 "--jit-monitor-mode",
-                "error",
+                "warn" if options.warm_up else "error",
                 "--kv-cache-memory-bytes",
                 str(1 << 30),
                 "--gpu-memory-utilization",
@@ -161,6 +172,8 @@ async def _soak(options: Any, record: dict[str, Any], server: Any, folder: Path,
         print(f"the server is ready after {record['ready_s']} s", flush=True)
         load = _Load(http, str(folder), options.longest)
         record["samples"] = samples = []
+        if options.warm_up:
+            await _warm_up(options, record, http, load, log)
         clock = _Clock(options.seconds)
         with contextlib.suppress(NotImplementedError, RuntimeError):
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, clock.end)
@@ -190,6 +203,26 @@ async def _soak(options: Any, record: dict[str, Any], server: Any, folder: Path,
         )
         record["sent"], record["errors"] = dict(load.counts), load.errors
         record["alive"] = await _healthy(http)
+
+
+async def _warm_up(options: Any, record: dict[str, Any], http: Any, load: Any, log: Path) -> None:
+    """Some load, then what vLLM's warm-up leaves out, and its JIT monitor on ``error``."""
+    await _ask(http, "tk_watch")
+    clock = _Clock(options.warm_up)
+    ticking = asyncio.create_task(clock.run())
+    tasks = [asyncio.create_task(load.client(i, clock)) for i in range(options.sequences * 5 // 4)]
+    await asyncio.wait_for(asyncio.gather(*tasks, ticking), 180 + options.warm_up)
+    monitors = await _ask(http, "tk_monitor")
+    await asyncio.sleep(1)  # lines of the log that are under way
+    text = log.read_text(errors="replace")
+    record["warm_up"] = {
+        "seconds": round(clock.seconds, 1),
+        "sent": dict(load.counts),
+        "jit_monitor": monitors,
+        "in_log": _errors(text),
+        "log_characters": len(text),
+    }
+    print(json.dumps(record["warm_up"], indent=1), flush=True)
 
 
 class _Clock:
@@ -344,10 +377,17 @@ async def _memory(http: Any, pid: int) -> dict[str, float]:
     return {"device_mib": await _reserved_mib(http) or _device_mib(), "host_mib": round(rss / 2**20)}
 
 
+async def _ask(http: Any, method: str) -> list[Any]:
+    """The answers of all workers."""
+    async with http.post("/collective_rpc", json={"method": method}) as answer:
+        if answer.status != 200:
+            raise RuntimeError(f"{method}: {answer.status}: {(await answer.text())[:300]}")
+        return list((await answer.json())["results"])
+
+
 async def _reserved_mib(http: Any) -> float:
     with contextlib.suppress(Exception):
-        async with http.post("/collective_rpc", json={"method": "tk_memory"}) as answer:
-            return sum(worker["reserved_mib"] for worker in (await answer.json())["results"])
+        return sum(worker["reserved_mib"] for worker in await _ask(http, "tk_memory"))
     return 0.0
 
 
@@ -392,6 +432,10 @@ def judge(record: dict[str, Any]) -> bool:
         "device_steady": growth["device_mib"] is not None and growth["device_mib"] <= ALLOWED_GROWTH_MIB,
         "host_steady": growth["host_mib"] is not None and growth["host_mib"] / host * 100 <= ALLOWED_GROWTH,
     }
+    if warmed := record.get("warm_up"):
+        record["checks"]["jit_monitor"] = bool(warmed["jit_monitor"]) and all(
+            one["active"] and one["mode"] == "error" for one in warmed["jit_monitor"]
+        )
     return all(record["checks"].values())
 
 

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from tk_serving.bench.e2e import host
-from tk_serving.bench.e2e.engine import Engine, timed
+from tk_serving.bench.e2e.engine import Engine, timed, timed_graphs
 
 
 class Vllm(Engine):
@@ -73,7 +73,7 @@ class Vllm(Engine):
         """Time the steps of the worker, which is in this process."""
         self.worker = self.llm.llm_engine.model_executor.driver_worker.worker
         runner = self.worker.model_runner
-        runner.execute_model = timed(runner.execute_model, self.step_ms)
+        runner.execute_model = timed(timed_graphs(runner.execute_model, self.graph_ms), self.step_ms)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -82,6 +82,7 @@ class Vllm(Engine):
     def begin(self) -> None:
         """Forget the steps so far."""
         self.step_ms.clear()
+        self.graph_ms.clear()
         torch.cuda.synchronize()
 
     def end(self) -> None:

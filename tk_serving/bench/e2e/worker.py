@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tk_serving.bench.e2e import changed
+from tk_serving.bench.e2e import changed, jit_monitor
 from tk_serving.bench.e2e.engine import by_kernel, state_here, timed
 from tk_serving.bench.e2e.weights import register_vllm_loader
 
@@ -60,6 +60,14 @@ class Extension:
     def tk_memory(self) -> dict[str, float]:
         """MiB of the device that torch has reserved here; other processes may use the device, too."""
         return {"reserved_mib": round(torch.cuda.memory_reserved() / 2**20, 1)}
+
+    def tk_watch(self) -> int:
+        """See :func:`tk_serving.bench.e2e.jit_monitor.watch`."""
+        return jit_monitor.watch()
+
+    def tk_monitor(self) -> dict[str, Any]:
+        """See :func:`tk_serving.bench.e2e.jit_monitor.complete`."""
+        return jit_monitor.complete()
 
     def tk_profile(self, times: int = 0) -> dict[str, Any]:
         """Begin, or, with a number of steps, end and return what kernels took for one of them."""

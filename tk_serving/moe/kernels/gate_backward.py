@@ -1,6 +1,6 @@
 """Gradient of the router gate: one warp for each token, which reads the scores once and writes the row once.
 
-Lane k looks after slot k; every lane holds the gradients of every 32nd expert.
+Lane k looks after slot k; every lane holds the gradients of every 32nd group of ``width`` neighbouring experts.
 """
 
 import tilelang.language as T
@@ -11,9 +11,17 @@ from tk_serving.moe.kernels.warp import fold_sum
 WARPS = 4
 
 
-def build(num_experts: int, num_topk: int, scoring: str, summed: bool):
-    """``summed``: a gradient of the normalised scores is added."""
+def build(num_experts: int, num_topk: int, scoring: str, summed: bool, width: int):
+    """``summed``: a gradient of the normalised scores is added; ``width``: experts of a load."""
     rows = (num_experts + 31) // 32
+
+    def expert(j, lane):
+        return j // width * (32 * width) + lane * width + j % width
+
+    def owner(id):
+        """The lane that holds an expert."""
+        return T.shift_right(id, width.bit_length() - 1) & 31
+
     tokens, sequences = T.dynamic("tokens"), T.dynamic("sequences")
 
     @T.prim_func
@@ -46,8 +54,10 @@ def build(num_experts: int, num_topk: int, scoring: str, summed: bool):
                 for j in T.unroll(rows):
                     u[j] = 0
                     grad[j] = 0
-                    if j * 32 + lane < num_experts:
-                        u[j] = scores[token, j * 32 + lane]
+                for q in T.unroll(rows // width):
+                    if expert(q * width, lane) < num_experts:
+                        for r in T.vectorized(width):
+                            u[q * width + r] = scores[token, expert(q * width, lane) + r]
 
                 # The chosen experts.
                 source[0] = T.int64(-1)
@@ -63,8 +73,8 @@ def build(num_experts: int, num_topk: int, scoring: str, summed: bool):
                 weighted[0] = T.if_then_else(id[0] >= 0, slot[0] * weighted[0], T.float32(0))
                 total[0] = 0
                 for j in T.unroll(rows):
-                    score[0] = T.shfl_sync(u[j], id[0] & 31)
-                    total[0] = T.if_then_else(id[0] >> 5 == j, score[0], total[0])
+                    score[0] = T.shfl_sync(u[j], owner(id[0]))
+                    total[0] = T.if_then_else(id[0] == expert(j, owner(id[0])), score[0], total[0])
                 fold_sum(total)
                 fold_sum(weighted)
                 slot[0] = (factor * slot[0] - weighted[0]) / (total[0] + T.float32(TINY))
@@ -72,7 +82,7 @@ def build(num_experts: int, num_topk: int, scoring: str, summed: bool):
                     other[0] = T.shfl_sync(id[0], k)
                     total[0] = T.shfl_sync(slot[0], k)
                     for j in T.unroll(rows):
-                        if j * 32 + lane == other[0]:
+                        if expert(j, lane) == other[0]:
                             grad[j] = grad[j] + total[0]
 
                 # The normalised scores of the sequence.
@@ -82,8 +92,8 @@ def build(num_experts: int, num_topk: int, scoring: str, summed: bool):
                         weighted[0] = 0
                         for j in T.unroll(rows):
                             h[j] = 0
-                            if j * 32 + lane < num_experts:
-                                h[j] = grad_sum[T.truncdiv(token, length), j * 32 + lane]
+                            if expert(j, lane) < num_experts:
+                                h[j] = grad_sum[T.truncdiv(token, length), expert(j, lane)]
                             total[0] = total[0] + u[j]
                             weighted[0] = weighted[0] + h[j] * u[j]
                         fold_sum(total)
@@ -109,7 +119,9 @@ def build(num_experts: int, num_topk: int, scoring: str, summed: bool):
                         grad[j] = T.if_then_else(
                             total[0] == T.float32(0), T.float32(0), grad[j] * (total[0] * score[0])
                         )
-                    if j * 32 + lane < num_experts:
-                        out[token, j * 32 + lane] = grad[j]
+                for q in T.unroll(rows // width):
+                    if expert(q * width, lane) < num_experts:
+                        for r in T.vectorized(width):
+                            out[token, expert(q * width, lane) + r] = grad[q * width + r]
 
     return gate_backward

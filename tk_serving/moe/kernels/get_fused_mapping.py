@@ -74,6 +74,9 @@ def build(num_experts: int, num_topk: int, counted: bool, ids_dtype: str):
     bits = num_experts.bit_length()
     each = (num_experts + THREADS - 1) // THREADS  # experts of a thread in the scan
 
+    def steps(part):
+        return T.truncdiv(part, 32) if counted else 1
+
     @T.macro
     def exclusive_scan(value, warp_sums, thread):
         """value[0] becomes the sum of the values of all earlier threads; value[1] the sum of all."""
@@ -127,6 +130,11 @@ def build(num_experts: int, num_topk: int, counted: bool, ids_dtype: str):
             vote = T.alloc_local((1,), "uint32")
             rank = T.alloc_local((1,), "int32")
             position = T.alloc_local((1,), "int32")
+            own = T.alloc_local((1,), "int32")
+            part = T.truncdiv(chunk, WARPS)
+            first = block * chunk + warp * part
+            if not counted:  # a chunk is a pair for each thread, whose id is kept
+                read_id(ids, first + lane, pairs, num_experts, own, 0)
 
             # Pairs of every expert: in all, before this chunk, and in the part of the chunk of each warp.
             for i in T.serial(T.ceildiv(num_experts + 1, THREADS)):
@@ -163,12 +171,11 @@ def build(num_experts: int, num_topk: int, counted: bool, ids_dtype: str):
                             T.atomic_add(total[id[j]], 1)
                             if (i * BATCH + j) * THREADS + thread < block * chunk:
                                 T.atomic_add(before[id[j]], 1)
-            part = T.truncdiv(chunk, WARPS)
-            first = block * chunk + warp * part
-            for i in T.serial(T.truncdiv(part, 32)):
-                read_id(ids, first + i * 32 + lane, pairs, num_experts, id, 0)
-                if id[0] < num_experts:
-                    T.atomic_add(place[warp, id[0]], 1)
+            for i in T.serial(steps(part)):
+                if counted:
+                    read_id(ids, first + i * 32 + lane, pairs, num_experts, own, 0)
+                if own[0] < num_experts:
+                    T.atomic_add(place[warp, own[0]], 1)
             T.sync_threads()
 
             # Start of every region, and of every warp's pairs in it.
@@ -196,25 +203,26 @@ def build(num_experts: int, num_topk: int, counted: bool, ids_dtype: str):
             T.sync_threads()
 
             # Rank of every pair among those of its expert.
-            for i in T.serial(T.truncdiv(part, 32)):
+            for i in T.serial(steps(part)):
                 pair = first + i * 32 + lane
-                read_id(ids, pair, pairs, num_experts, id, 0)
+                if counted:
+                    read_id(ids, pair, pairs, num_experts, own, 0)
                 same[0] = T.uint32(0xFFFFFFFF)
                 for bit in T.unroll(bits):
-                    vote[0] = ballot((id[0] >> bit) & 1)
-                    same[0] = same[0] & T.if_then_else((id[0] >> bit) & 1 != 0, vote[0], ~vote[0])
+                    vote[0] = ballot((own[0] >> bit) & 1)
+                    same[0] = same[0] & T.if_then_else((own[0] >> bit) & 1 != 0, vote[0], ~vote[0])
                 rank[0] = popcount(same[0] & ((T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1)))
-                position[0] = place[warp, id[0]] + rank[0]
+                position[0] = place[warp, own[0]] + rank[0]
                 T.sync_warp()
                 if rank[0] == 0:
-                    place[warp, id[0]] = position[0] + popcount(same[0])
+                    place[warp, own[0]] = position[0] + popcount(same[0])
                 T.sync_warp()
                 if pair < pairs:
-                    if id[0] == num_experts or position[0] >= rows:
+                    if own[0] == num_experts or position[0] >= rows:
                         position[0] = -1
                     token_topk_to_pos[pair] = position[0]
                     if position[0] >= 0:
-                        pos_to_expert[position[0]] = id[0]
+                        pos_to_expert[position[0]] = own[0]
                         pos_to_token[position[0]] = T.truncdiv(pair, num_topk)
                         pos_to_token_topk[position[0]] = pair
 

@@ -1,5 +1,7 @@
 """The scale rule and the layouts of scales on the device."""
 
+import struct
+
 import tilelang.language as T
 
 from tk_serving.quant.formats import FORMATS, LARGEST
@@ -20,9 +22,22 @@ def default_floor(fmt, mode):
     return FORMATS[fmt].maximum * 2.0**-9 if mode == EIGHT_BIT else FORMATS[fmt].floor
 
 
-def scale_rule(fmt, mode):
-    """Macro ``rule(amax, floor, scale, inverse)``: amax[0] becomes the scale and the multiplier applied to x."""
+def scale_rule(fmt, mode, divided=True):
+    """Macro ``rule(amax, floor, scale, inverse)``: amax[0] becomes the scale and the multiplier applied to x.
+
+    Without ``divided`` the power of two of a rounded scale comes from the bits of amax alone, with the same result;
+    floor has to be such that its quotient by the largest code is normal.
+    """
     maximum = FORMATS[fmt].maximum
+    pattern = struct.unpack("<I", struct.pack("<f", maximum))[0]
+    power, mantissa = (pattern >> 23) - 127, pattern & 0x7FFFFF
+
+    @T.macro
+    def rule_of_bits(amax, floor, scale, inverse):
+        bits = T.alloc_local((1,), "int32")
+        bits[0] = (bits_of(fmax(fmin(amax, T.float32(LARGEST)), floor)) + (0x7FFFFF - mantissa)) & 0x7F800000
+        scale[0] = float_of(bits[0] - (power << 23))
+        inverse[0] = float_of(T.int32(((254 + power) << 23) - (1 << 32) * (power > 1)) - bits[0])  # wraps
 
     @T.macro
     def rule(amax, floor, scale, inverse):
@@ -42,7 +57,7 @@ def scale_rule(fmt, mode):
             scale[0] = quotient[0]
             inverse[0] = T.float32(maximum) / capped[0]
 
-    return rule
+    return rule if divided or mode != ROUNDED else rule_of_bits
 
 
 def scale_of_exponent(exponent):

@@ -145,6 +145,50 @@ def row_reader(weights, padding, ahead=0):
     return (prepare, weigh, hold, weigh_held) if ahead else (prepare, weigh)
 
 
+HELPERS = """
+__device__ __forceinline__ float tks_ex2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ int tks_min_nan(int a, int b) {
+  int y;
+  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+__device__ __forceinline__ int tks_max_nan(int a, int b) {
+  int y;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+__device__ __forceinline__ int tks_max_size(int a, int b) {
+  int y;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+"""
+"""For two bfloat16 in a word. ``tks_max_size``: the larger magnitude, with any sign; NaN only of two."""
+ROUNDING = 12582912.0  # 1.5 * 2^23: a sum with it is an integer
+LOG2E, LOG2E_REST = 1.4426950216293335, 1.925963033500011e-08
+LARGEST_WEIGHT = (127 + 64) << 23
+"""Bits of 2^64. Up to this size a weight times a limited y is finite, and its product with a power of two exact."""
+
+
+@T.macro
+def short_exp(x, result):
+    """result[0] = expf(x) for a bfloat16 x up to 64 in magnitude, without its saturation.
+
+    The power of two is added to the exponent. It is expf's, but for negative x above -2.6e-6, where expf rounds the
+    integer part up to 0: tests/gpu tries all of them.
+    """
+    turns = T.alloc_local((1,), "float32")
+    rest = T.alloc_local((1,), "float32")
+    turns[0] = T.ieee_fmaf(x, T.float32(LOG2E), T.float32(ROUNDING), "rd")
+    rest[0] = T.ieee_fmaf(x, T.float32(LOG2E), -(turns[0] - T.float32(ROUNDING)))
+    rest[0] = T.ieee_fmaf(x, T.float32(LOG2E_REST), rest[0])
+    result[0] = float_of(bits_of(T.call_extern("float32", "tks_ex2", rest[0])) + (bits_of(turns[0]) << 23))
+
+
 LARGEST_GATE = 64.0
 """Up to this magnitude of the gate the branch-free division covers 1 + exp(-gate)."""
 
@@ -184,14 +228,41 @@ def rounded_to_bfloat16(value):
     return T.cast(T.cast(value, "bfloat16"), "float32")
 
 
-def activation(count, weighted, clamp, counters, x, rounded=False):
+@T.macro
+def largest_size(words, at, count, largest):
+    """largest[0] = the largest magnitude of the bfloat16 gates of ``count`` octets from ``at``, but NaN."""
+    pair = T.alloc_local((1,), "int32")
+    pair[0] = words[0][8 * at]
+    for i in T.unroll(4 * count - 1):
+        pair[0] = T.call_extern("int32", "tks_max_size", pair[0], words[0][8 * (at + (i + 1) // 4) + (i + 1) % 4])
+    largest[0] = fmax(T.abs(float_of(pair[0] << 16)), T.abs(float_of(pair[0] & T.int32(-0x10000))))
+
+
+@T.macro
+def limit_pairs(words, at, count, limit):
+    """Limits gates and ups of ``count`` octets from ``at`` where they are; ``limit`` is a bfloat16. NaN stays."""
+    ends = T.alloc_local((2,), "int32")
+    ends[0] = T.int32(0x10001) * (bits_of(limit) >> 16)
+    ends[1] = ends[0] | T.int32(-0x7FFF8000)
+    for k in T.unroll(count):
+        for i in T.unroll(4):
+            words[0][8 * (at + k) + i] = T.call_extern("int32", "tks_min_nan", words[0][8 * (at + k) + i], ends[0])
+            words[0][8 * (at + k) + 4 + i] = T.call_extern(
+                "int32",
+                "tks_max_nan",
+                T.call_extern("int32", "tks_min_nan", words[0][8 * (at + k) + 4 + i], ends[0]),
+                ends[1],
+            )
+
+
+def activation(count, weighted, clamp, counters, x, rounded=False, lean=False):
     """Macro ``activate(raw, at, octets, state, weight, limit, y, counts)``: y[8 at ...], so far 0, of the ``count``
     octets from ``at`` of a row.
 
     ``raw`` holds the gates of octet k at 2 k, its ups at 2 k + 1. ``octets`` of the ``count`` are in the row; the
     others are zeros. The limits apply by comparison, as NaN stays. ``rounded``: silu and its product with up are
     rounded to bfloat16, before the weight. One test for all octets leaves more independent work behind it than one for
-    each.
+    each. ``lean``: see ``by_group``.
     """
     read = source(x, True)
 
@@ -215,9 +286,12 @@ def activation(count, weighted, clamp, counters, x, rounded=False):
         quotient = T.alloc_local((1,), "float32")
         if is_read(state, counters):
             largest[0] = T.float32(0.0)
-            for k in T.unroll(count):
-                read.maximum(raw, 2 * (at + k), most)
-                largest[0] = fmax(largest[0], most[0])
+            if lean:
+                largest_size(words_of(raw, x), at, count, largest)
+            else:
+                for k in T.unroll(count):
+                    read.maximum(raw, 2 * (at + k), most)
+                    largest[0] = fmax(largest[0], most[0])
             if counters:
                 for k in T.unroll(count):
                     read.decode(raw, 2 * (at + k), gate)
@@ -228,6 +302,8 @@ def activation(count, weighted, clamp, counters, x, rounded=False):
                         counts[2] = counts[2] + T.cast(up[i] < -limit, "int32")
                 if counters == 4:
                     counts[3] = counts[3] + OCTET * octets
+            if lean:
+                limit_pairs(words_of(raw, x), at, count, limit)
             if largest[0] <= T.float32(LARGEST_GATE):
                 for k in T.unroll(count):
                     read.decode(raw, 2 * (at + k), gate)
@@ -235,7 +311,11 @@ def activation(count, weighted, clamp, counters, x, rounded=False):
                     if clamp:
                         limit_values(gate, up, limit)
                     for i in T.unroll(OCTET):
-                        below[0] = T.float32(1.0) + T.exp(-gate[i])
+                        if lean:
+                            short_exp(-gate[i], below)
+                            below[0] = T.float32(1.0) + below[0]
+                        else:
+                            below[0] = T.float32(1.0) + T.exp(-gate[i])
                         reciprocal(below[0], x == "float32", r)
                         divide(gate[i], below[0], r[0], quotient)
                         y[(at + k) * OCTET + i] = product(quotient[0], up[i])
@@ -307,7 +387,9 @@ def padding_scales(npc, layout, warps):
     return clear
 
 
-def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, aligned, rounded, halves, shared_rows):
+def by_group(
+    x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, aligned, rounded, halves, shared_rows, lean=False
+):
     """One scale for ``npc`` = 32, 64 or 128 columns; 0 writes bfloat16 or float32.
 
     Args:
@@ -315,17 +397,21 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
         shared_rows: 0 writes all rows. Otherwise dead rows of the data stay as they are, while their scales are 0 all
             the same. Most may be dead then, so a block looks through so many rows at once, 32 or 128, and its warps
             take turns at the live ones.
+        lean: the same bits with fewer instructions, of bfloat16 x with a limit that is one and at most 2^31, not
+            counted: limits by pairs, ``short_exp``, and one product with the weight for each group, whose scale is
+            rounded (a power of two, so both ways round once) and at least that of the format's floor.
     """
     zero_padding = not shared_rows
     each = 1 if zero_padding else shared_rows // WARPS
     ahead = AHEAD if weights == "topk" and halves == 1 else 0
     prepare, weigh, *held_weights = row_reader(weights, padding, ahead)
     hold, weigh_held = held_weights or (None, None)
-    activate = activation(halves, weights is not None, clamp, counters, x, rounded)
+    folded = bool(lean and npc and weights is not None)
+    activate = activation(halves, weights is not None and not folded, clamp, counters, x, rounded, lean)
     report = count_reporter(counters, WARPS)
     read, values_of = source(x, aligned), source("float32", True).decode
     write = octet_writer(fmt, aligned)
-    scales = group_scales(fmt, npc, layout, round_sf, halves=halves) if npc else None
+    scales = group_scales(fmt, npc, layout, round_sf, halves=halves, divided=not lean) if npc else None
     clear_scales = None if zero_padding else padding_scales(npc, layout, WARPS * 32 // shared_rows)
     words_of_half = 2 * OCTET * SIZES[x] // 4
     out_dtype, out_bytes = stored_as(fmt)
@@ -361,15 +447,25 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
             y[i] = T.float32(0.0)
         present = octets_inside(octet, octets, halves)
         activate(raw, 0, present, state[0], weight[0], limit, y, counts)
+        if folded:
+            # Of bits, as NaN belongs to the larger ones, and TileLang turns not (a <= b) into a > b.
+            if (bits_of(weight[0]) & T.int32(0x7FFFFFFF)) > T.int32(LARGEST_WEIGHT):
+                for i in T.unroll(halves * OCTET):
+                    y[i] = y[i] * weight[0]
+                weight[0] = T.float32(1.0)
         for h in T.unroll(halves):
             amax[h] = T.float32(0.0)
             for i in T.unroll(OCTET):
                 amax[h] = fmax(amax[h], T.abs(y[h * OCTET + i]))
+            if folded:
+                amax[h] = amax[h] * T.abs(weight[0])
         if npc:
             scales(amax, inverse, sf, stride, row, octet, octets, n, state, floor)
         for h in T.unroll(halves):
             if row < n and octet + h * 32 < octets:
                 values_of(y, h, eight)
+                if folded:
+                    inverse[h] = inverse[h] * weight[0]
                 write(data, row, octet + h * 32, eight, inverse[h] if npc else T.float32(1.0))
 
     @T.macro
@@ -488,6 +584,8 @@ def by_group(x, fmt, npc, layout, round_sf, weights, padding, clamp, counters, a
     ):
         padded = stride if column_major else n
         with T.Kernel(*grid(width // (2 * OCTET), T.ceildiv(padded, each), halves), threads=32 * WARPS) as (bx, by, bz):
+            if lean:
+                T.import_source(HELPERS)
             if resident:
                 T.annotate_min_blocks_per_sm(resident)
             T.assume(width % (2 * OCTET) == 0)

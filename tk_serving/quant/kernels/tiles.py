@@ -60,7 +60,7 @@ def inside(octet, half, octets, whole):
     return True if whole else octet + half * 32 < octets
 
 
-def group_scales(fmt, npc, layout, round_sf, whole=False, halves=HALVES):
+def group_scales(fmt, npc, layout, round_sf, whole=False, halves=HALVES, divided=True):
     """Macro ``scales(amax, inverse, sf, stride, row, octet, octets, tokens, live, floor)``.
 
     Turns the maxima of the lanes, one for each half, into the multipliers of the groups and stores the scales. A row
@@ -71,7 +71,7 @@ def group_scales(fmt, npc, layout, round_sf, whole=False, halves=HALVES):
     """
     lanes = npc // OCTET
     mode = mode_of(layout, round_sf)
-    rule = scale_rule(fmt, mode)
+    rule = scale_rule(fmt, mode, divided)
     dtype = STORED[layout]
     column_major = layout in (COLUMN, PACKED, E4M3_COLUMN)
 
