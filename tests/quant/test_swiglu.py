@@ -400,3 +400,17 @@ def test_messages_of_the_plain_form(error, options, message):
     with pytest.raises(error) as caught:
         swiglu_forward(**arguments)
     assert str(caught.value) == f"swiglu_forward: {message}"
+
+
+def test_padding_rows_are_no_traffic():
+    op = swiglu_forward_and_per_token_cast.operator
+    x = torch.ones(4, 512, dtype=torch.bfloat16)
+
+    def moved(experts, **more):
+        return op.compulsory_bytes(*op.bind(x, "e4m3", 128, pos_to_expert=experts, **more))
+
+    every = 4 * (1024 + 256 + 2 * 4)
+    assert moved(None) == every
+    assert moved(i32(0, 1, 1, 2)) == every + 4 * 4
+    assert moved(i32(0, -1, 1, -1)) == every + 4 * 4 - 2 * 1024
+    assert moved(i32(0, -1, 1, -1), zero_padding=False) == every + 4 * 4 - 2 * (1024 + 256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -166,10 +167,9 @@ def launch(
 
 
 def _can_be_lean(x: Tensor, rows: Rows) -> bool:
-    if x.dtype != torch.bfloat16 or rows.clamp is None or rows.counts is not None:
+    if x.dtype != torch.bfloat16 or rows.clamp is None or rows.counts is not None or rows.clamp > LARGEST_LEAN_LIMIT:
         return False
-    limit = torch.tensor(rows.clamp, dtype=torch.float32)
-    return rows.clamp <= LARGEST_LEAN_LIMIT and bool(limit.bfloat16() == limit)
+    return struct.pack(">f", rows.clamp).endswith(b"\0\0")  # a bfloat16
 
 
 def check_rounding(expect: Expect, x: Tensor, round_activation: bool) -> None:

@@ -15,8 +15,8 @@ from tk_serving.workloads import serving
 _expect = Expect("per_token_cast_with_sf_only")
 
 RESIDENT_BLOCKS = 2048
-"""About so many blocks of a cast are on an H200 at once (16 on each of its 132 multiprocessors). With more, scales alone
-take longer with an early launch; casts with data do not."""
+"""About so many blocks of a cast are on an H200 at once (16 on each of its 132 multiprocessors). With more, scales
+alone take longer with an early launch; casts with data do not."""
 
 
 def _plan(

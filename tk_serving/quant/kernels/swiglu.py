@@ -169,6 +169,7 @@ __device__ __forceinline__ int tks_max_size(int a, int b) {
 """
 """For two bfloat16 in a word. ``tks_max_size``: the larger magnitude, with any sign; NaN only of two."""
 ROUNDING = 12582912.0  # 1.5 * 2^23: a sum with it is an integer
+LOG2E_PART = 0.005724980030208826  # log2(e) / 252, as expf has it
 LOG2E, LOG2E_REST = 1.4426950216293335, 1.925963033500011e-08
 LARGEST_WEIGHT = (127 + 64) << 23
 """Bits of 2^64. Up to this size a weight times a limited y is finite, and its product with a power of two exact."""
@@ -176,14 +177,15 @@ LARGEST_WEIGHT = (127 + 64) << 23
 
 @T.macro
 def short_exp(x, result):
-    """result[0] = expf(x) for a bfloat16 x up to 64 in magnitude, without its saturation.
+    """result[0] = expf(x) for x up to 64 in magnitude, in its steps, but the power of two is added to the exponent.
 
-    The power of two is added to the exponent. It is expf's, but for negative x above -2.6e-6, where expf rounds the
-    integer part up to 0: tests/gpu tries all of them.
+    One step less, the product with log2(e) rounded down at once, has another integer part for x from -2.6e-6 to 0, and
+    another last bit of 1 + exp(x) for some.
     """
     turns = T.alloc_local((1,), "float32")
     rest = T.alloc_local((1,), "float32")
-    turns[0] = T.ieee_fmaf(x, T.float32(LOG2E), T.float32(ROUNDING), "rd")
+    turns[0] = T.ieee_fmaf(x, T.float32(LOG2E_PART), T.float32(0.5))
+    turns[0] = T.ieee_fmaf(turns[0], T.float32(252.0), T.float32(ROUNDING - 126.0), "rd")
     rest[0] = T.ieee_fmaf(x, T.float32(LOG2E), -(turns[0] - T.float32(ROUNDING)))
     rest[0] = T.ieee_fmaf(x, T.float32(LOG2E_REST), rest[0])
     result[0] = float_of(bits_of(T.call_extern("float32", "tks_ex2", rest[0])) + (bits_of(turns[0]) << 23))
