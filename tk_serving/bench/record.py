@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 METHOD = (
-    "us: median over samples of one call. A sample is one CUDA-graph replay divided by its number of calls, every "
-    "call with inputs and outputs of its own, after more than twice the L2 cache was read; implementations alternate "
-    "(ABBA). Mode graph: as many calls in a graph as last about 1 ms; mode cold: one call. Method stream: the call "
-    "synchronises with the host and is timed with it. gbps: compulsory bytes (inputs read once, outputs written once) "
-    "over us. pct_copy: gbps over the bandwidth of a 1 GiB device-to-device copy in the same run; of parts, in the "
-    "first. ratio: fastest peer over ours in the same run. equal: before timing, ours and every peer agreed with the "
-    "torch reference, peers up to rounding."
+    "us: median over samples of one call. A sample is one CUDA-graph replay divided by its number of calls, after "
+    "more than twice the L2 cache was read. Every call has inputs and outputs of its own or, where these are large, "
+    "takes turns with as few sets of them as move more than twice the L2 cache. Implementations alternate (ABBA). "
+    "Mode graph: as many calls in a graph as last about 1 ms; mode cold: one call. Method stream: the call "
+    "synchronises with the host and is timed with it. gbps: compulsory bytes (inputs read once, outputs written "
+    "once) over us. pct_copy: gbps over the bandwidth of a 1 GiB device-to-device copy in the same run; of parts, in"
+    " the first. ratio: fastest peer over ours in the same run. equal: before timing, ours and every peer agreed "
+    "with the torch reference, peers up to rounding."
 )
 
 COPY_SPREAD = 0.05
