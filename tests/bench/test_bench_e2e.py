@@ -256,8 +256,8 @@ class At:
         return later.at - self.at
 
 
-@pytest.mark.parametrize(("replays", "found"), [(1, 2.0), (2, None), (0, None)])
-def test_a_step_that_is_one_graph_has_the_time_of_that_graph(monkeypatch, replays, found):
+@pytest.mark.parametrize(("replays", "found"), [(1, 2.0), (2, 4.0), (0, None)])
+def test_a_step_of_captured_graphs_has_the_time_of_these_graphs(monkeypatch, replays, found):
     def replay(graph):
         At.now += 2.0
 

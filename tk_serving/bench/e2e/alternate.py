@@ -60,7 +60,7 @@ CACHES = (
 )
 UNIT = (
     "ms on the device for one step of the model runner, by events around it: median over the steps and the rounds; "
-    "work of the host between two steps is left out; graph_ms: of the captured graph of a decode step alone"
+    "work of the host between two steps is left out; graph_ms: of the captured graphs of a decode step alone"
 )
 MAX_DIFFERENCE, MEAN_DIFFERENCE = 5e-2, 2e-3
 """Bounds within which the log-probabilities of both sides agree: rounding in bfloat16 happens in other places."""
