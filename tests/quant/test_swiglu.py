@@ -1,10 +1,13 @@
 """SwiGLU, plain and quantised: public faults, row treatment, counters, messages."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from harness import check
 
 from tk_serving import config, dispatch, kept
+from tk_serving.compile import kernels
 from tk_serving.quant import (
     gating,
     per_token_cast,
@@ -235,6 +238,17 @@ def test_only_limits_that_are_a_bfloat16_have_the_form_with_fewer_instructions(c
     op = swiglu_forward.operator
     bound = op.bind(torch.empty(100, 512, dtype=torch.bfloat16, device="meta"), "bf16", clamp_value=clamp)
     assert op.plan(*bound).launches[0].config.get("lean", False) == lean
+
+
+def test_pairs_are_limited_once():
+    op = swiglu_forward.operator
+    bound = op.bind(torch.empty(100, 512, dtype=torch.bfloat16, device="meta"), "bf16", clamp_value=10.0)
+    (launch,) = op.plan(*bound).launches
+    assert launch.config["lean"]
+    source = kernels.cuda_source(launch, "sm_90a").partition("{")[2]
+    assert source.count("tks_min_nan(") > 2
+    assert "limit <" not in source  # as in the form that limits one value after the other
+    assert "limit <" in kernels.cuda_source(replace(launch, config={**launch.config, "lean": False}), "sm_90a")
 
 
 def test_no_routing_weight_is_loaded_ahead_where_there_is_none():

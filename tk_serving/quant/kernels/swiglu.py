@@ -310,7 +310,7 @@ def activation(count, weighted, clamp, counters, x, rounded=False, lean=False):
                 for k in T.unroll(count):
                     read.decode(raw, 2 * (at + k), gate)
                     read.decode(raw, 2 * (at + k) + 1, up)
-                    if clamp:
+                    if clamp and not lean:
                         limit_values(gate, up, limit)
                     for i in T.unroll(OCTET):
                         if lean:
@@ -325,7 +325,7 @@ def activation(count, weighted, clamp, counters, x, rounded=False, lean=False):
                 for k in T.unroll(count):
                     read.decode(raw, 2 * (at + k), gate)
                     read.decode(raw, 2 * (at + k) + 1, up)
-                    if clamp:
+                    if clamp and not lean:
                         limit_values(gate, up, limit)
                     for i in T.unroll(OCTET):
                         y[(at + k) * OCTET + i] = product(gate[i] / (T.float32(1.0) + T.exp(-gate[i])), up[i])
