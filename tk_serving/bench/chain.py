@@ -241,7 +241,7 @@ class Chain:
         rounds: int,
     ) -> dict[str, Statistics]:
         samplers: dict[str, Sampler] = {}
-        footprint = Footprint(sum(one.moved for one in footprints), sum(one.inputs for one in footprints))
+        footprint = Footprint.of_sequence(footprints)
         try:
             for name in (OURS, self._engine):
                 side = [call for step in steps for call in step[name]]
@@ -262,9 +262,7 @@ class Chain:
             theirs = [_compared(_joint(function, subjects), together)]
         else:
             theirs = [_checked(subject, _declared(subject, self._engine), self._bench.check) for subject in subjects]
-        self._footprints.append(
-            Footprint(sum(s.footprint.moved for s in subjects), sum(s.footprint.inputs for s in subjects))
-        )
+        self._footprints.append(Footprint.of_sequence(subject.footprint for subject in subjects))
         self._calls.append({OURS: calls, self._engine: [call for call, _ in theirs]})
         self.row.steps.append(
             {

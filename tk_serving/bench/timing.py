@@ -16,7 +16,7 @@ import gc
 import math
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -54,6 +54,12 @@ class Footprint:
 
     moved: int
     inputs: int
+
+    @classmethod
+    def of_sequence(cls, parts: Iterable[Footprint]) -> Footprint:
+        """Of calls one after the other."""
+        parts = list(parts)
+        return cls(sum(part.moved for part in parts), sum(part.inputs for part in parts))
 
 
 class Sampler(Protocol):
