@@ -29,10 +29,22 @@ from torch import Tensor
 from tk_serving import dispatch, kept
 from tk_serving.compare import Equality
 from tk_serving.config import settings
-from tk_serving.plan import Existing, Launch, Out, Plan
+from tk_serving.plan import Existing, Launch, Out, Plan, early_below
 from tk_serving.workloads import Maker, Workload
 
-__all__ = ["Existing", "Launch", "Operator", "Out", "Plan", "Quantized", "find", "load_family", "operator", "operators"]
+__all__ = [
+    "Existing",
+    "Launch",
+    "Operator",
+    "Out",
+    "Plan",
+    "Quantized",
+    "early_below",
+    "find",
+    "load_family",
+    "operator",
+    "operators",
+]
 
 FAMILIES = tuple(sorted(kernels.parent.name for kernels in pathlib.Path(__file__).parent.glob("*/kernels")))
 """The folders with kernels."""

@@ -85,6 +85,8 @@ class Launch:
         archs: the architectures that the kernel is for.
         pdl: whether it uses programmatic dependent launch (:mod:`tk_serving.compile.pdl`); never if that is switched
             off.
+        trigger_last: with it, the next launch may begin only when this one has done its work, not at once: for
+            work whose time is that of one thread after another, which what is launched beside it makes longer.
     """
 
     kernel: str
@@ -92,11 +94,13 @@ class Launch:
     arguments: Callable[..., Sequence[Any]]
     archs: tuple[str, ...] = ARCHS
     pdl: bool = True
+    trigger_last: bool = False
     key: tuple = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pdl", self.pdl and get_pdl())
-        object.__setattr__(self, "key", (self.kernel, *sorted(self.config.items()), ("pdl", self.pdl)))
+        early = "last" if self.pdl and self.trigger_last else self.pdl
+        object.__setattr__(self, "key", (self.kernel, *sorted(self.config.items()), ("pdl", early)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Launch) and self.key == other.key
@@ -116,6 +120,14 @@ class Launch:
     def prim_func(self) -> Any:
         """The TileLang function for this configuration. Imports TileLang."""
         return self.builder(**self.config)
+
+
+def early_below(size: int, limit: int) -> bool:
+    """Whether a launch of that size is early (``pdl``), where those from ``limit`` on take longer so.
+
+    A traced size counts as below: nothing is launched, and a graph must not depend on it.
+    """
+    return isinstance(size, torch.SymInt) or size < limit
 
 
 @dataclass(frozen=True)

@@ -231,32 +231,54 @@ TARGETS = {
 
 def _replaced(row: dict) -> dict[str, float]:
     """Milliseconds of a step, by side, in kernels of the families that have operators of ours."""
+    from tk_serving.gemm.skinny_gemm_fp8 import MAX_ROWS
+
     families = row["gpu_ms_by_family"]
-    return {side: sum(ms for family, ms in families[side].items() if family not in NOT_OURS) for side in families}
+    few = row["phase"].startswith("decode") and int(row["phase"].split()[1]) <= MAX_ROWS
+    not_ours = NOT_OURS if few else NOT_OURS | {"FP8 linear layers"}
+    return {side: sum(ms for family, ms in families[side].items() if family not in not_ours) for side in families}
+
+
+def _revisions(record: dict) -> str:
+    """Of every model, or of the record."""
+    parts = record.get("revisions") or {}
+    if not parts:
+        return f"Revision {record['revision']}.\n\n"
+    return f"Revisions: {'; '.join(part['revision'] + ' ' + name for name, part in parts.items())}.\n\n"
+
+
+def _rounds(row: dict) -> str:
+    """The shortest and the longest round of each side."""
+    rounds = row.get("rounds_ms")
+    if not rounds:
+        return "-"
+    return " / ".join(f"{min(rounds[side]):.2f} to {max(rounds[side]):.2f}" for side in ("stock", "ours"))
 
 
 def vllm_phases() -> str:
     """Steps of vLLM, stock against ours, with what the replaced kernels have to do with it."""
-    rows = []
-    for row in _record(VLLM)["rows"]:
+    record, rows = _record(VLLM), []
+    for row in record["rows"]:
         replaced, kernels = _replaced(row), row["gpu_ms"]
         target = TARGETS.get((row["model"], row["phase"]))
+        reached = "reached" if row["ratio"] >= (target or 0) else "missed"
         rows.append(
             [
                 row["model"],
                 row["phase"],
                 f"{row['stock']:.3f} / {row['ours']:.3f}",
+                _rounds(row),
                 f"{row['ratio']:.3f}",
+                f"{target:.2f}, {reached}" if target else "-",
                 f"{row['kernels_ratio']:.3f}",
-                f"{target:.2f}" if target else "-",
                 f"{replaced['stock']:.3f} / {replaced['ours']:.3f}, {replaced['stock'] / replaced['ours']:.2f}",
                 f"{100 * replaced['stock'] / kernels['stock']:.1f} %",
                 f"{kernels['stock'] / (kernels['stock'] - replaced['stock']):.2f}",
             ]
         )
-    return table(
-        "model | phase | ms of a step, stock / ours | ratio | of the kernels | target | replaced kernels, ms | "
-        "share of stock's | if they took no time",
+    return _revisions(record) + table(
+        "model | phase | ms of a step, stock / ours | rounds | ratio | target | of the kernels | "
+        "replaced kernels, ms | share of stock's | if they took no time",
         rows,
     )
 
@@ -314,23 +336,74 @@ def vllm_start() -> str:
     return f"Revision {found['revision']}.\n\n" + table("what | found", rows)
 
 
+def vllm_initialisation() -> str:
+    """Where the seconds of a start on empty caches go, by phase of vLLM's log."""
+    found = _record("zero-compile-h200.json")
+    if "initialisation" not in found:
+        pair = found["two_on_empty_caches"]
+        ready, gave_up = pair["engine_start_s"]["ours"], pair["not_ready"]["stock"]
+        return (
+            f"Revision {pair['revision']}, both at once on a busy machine: ours was built after {ready} s, "
+            f"stock was not after {gave_up:.0f} s.\n"
+        )
+    one = found["initialisation"]
+    sides = one["sides"]
+
+    def cell(side: dict, i: int) -> str:
+        row = side["rows"][i]
+        if row["seconds"] is None:
+            return "not reached"
+        compiled = [
+            f"{kinds['kernels']} by {kind}" + (f" ({kinds['seconds']:.0f} s)" if "seconds" in kinds else "")
+            for kind, kinds in row.get("compiled", {}).items()
+        ]
+        return f"{row['seconds']:.0f} s" + (f": {', '.join(compiled)}" if compiled else "")
+
+    phases = [row["phase"] for row in next(iter(sides.values()))["rows"]]
+    rows = [[phase, *(cell(side, i) for side in sides.values())] for i, phase in enumerate(phases)]
+    for label, key in (("**`LLM(...)`**", "engine_start_s"), ("of it vLLM's `init engine`", "init_engine_s")):
+        rows.append(
+            [label, *(f"{s[key]} s" if s.get(key) else f"not after {s['not_ready_s']} s" for s in sides.values())]
+        )
+    return f"Revision {one['revision']}.\n\n" + table(" | ".join(["phase", *sides]), rows)
+
+
 def soak() -> str:
     """The server under load."""
     found = _record("soak-vllm-h200.json")
     sent, checks = found["sent"], found["checks"]
     failed = [f"`{name}`" for name, kept in checks.items() if not kept]
+    stock = found.get("stock_with_jit_monitor_error")
+    ended = "not observed"
+    if stock:
+        named = ", ".join(f"`{name}`" for name in stock.get("compiled_under_load", ())) or "nothing compiled"
+        alive = "served" if stock.get("alive") else "ended"
+        ended = f"{alive} after {stock['sent']['finished']} requests, {stock['seconds']:.0f} s of load; {named}"
     rows = [
         ["seconds under load", f"{found['seconds']:.0f}"],
         ["requests sent, finished, hung up", f"{sent['sent']}, {sent['finished']}, {sent['hung_up']}"],
         ["errors", str(len(found["errors"]))],
-        [
-            "growth of memory, device and host",
-            " and ".join(f"{found['growth'][w]:.0f} MiB" for w in ("device_mib", "host_mib")),
-        ],
+        *_memory(found),
         ["checks that hold", ", ".join(f"`{name}`" for name, kept in checks.items() if kept)],
         ["checks that do not", ", ".join(failed) or "none"],
+        ["a stock server with the monitor on `error` from the start", ended],
     ]
-    return table("what | found", rows)
+    return f"Revision {found['revision']}.\n\n" + table("what | found", rows)
+
+
+def _memory(found: dict) -> Iterable[list[str]]:
+    """How memory grew, as the record says it."""
+    if "memory" not in found:  # an older record
+        grown = [f"{found['growth'][w]:.0f} MiB" for w in ("device_mib", "host_mib")]
+        yield ["growth of what is reserved on the device, and of the host's memory", " and ".join(grown)]
+        return
+    names = {"allocated_mib": "tensors", "device_mib": "reserved on the device", "host_mib": "host"}
+    for name, one in found["memory"].items():
+        said = "not sampled"
+        if one:
+            said = f"{one['grown']:+.1f} of {one['from']:.0f} MiB (allowed {one['may']:.0f}); rose in {one['rose']} of "
+            said += f"{one['stretches']} stretches (allowed {one['may_rise']})"
+        yield [f"memory at idle points: {names[name]}", said]
 
 
 def vllm_outputs() -> str:
@@ -342,7 +415,27 @@ def vllm_outputs() -> str:
             verdict = "bounds" if level["bounds_apply"] else "noise"
             passes = f"{'passes' if level['passes'] else 'fails'} ({verdict})"
             rows.append([model, f"2^{octaves}" if octaves else "none", _apart(level), "; ".join(itself), passes])
-    return table("model | damping | ours from stock, mean (largest) | stock from itself | verdict", rows)
+    found = {row["model"]: row["equal"] for row in _record(VLLM)["rows"]}
+    equal = ", ".join(f"{str(value).lower()} for {model}" for model, value in found.items())
+    apart = table("model | damping | ours from stock, mean (largest) | stock from itself | verdict", rows)
+    return f"{apart}\n`equal` is {equal}.\n"
+
+
+def vllm_beside() -> str:
+    """Calls beside vLLM's own functions, and memory."""
+    record, said = _record(VLLM), []
+    for model, found in record["sites"].items():
+        largest = max(found["rows"], key=lambda row: row["largest"])
+        beyond = ", ".join(f"`{row['site']}`" for row in found["rows"] if row["beyond"]) or "none"
+        said.append(
+            f"Beside vLLM's functions on the same tensors ({model}, {len(found['rows'])} sites) beyond their bounds: "
+            f"{beyond}; the largest difference is {largest['largest']:.4f} (`{largest['site']}`)."
+        )
+    peaks = [
+        f"{model} {sides['ours']['peak_gib']:.2f} GiB, stock {sides['stock']['peak_gib']:.2f}"
+        for model, sides in record["engines"].items()
+    ]
+    return " ".join([*said, f"Memory at the peak, steps of 8192 tokens: {'; '.join(peaks)}."]) + "\n"
 
 
 def _apart(level: dict) -> str:
@@ -370,7 +463,15 @@ def fp4_layer() -> str:
         ms = row["ms"]
         times = [f"{ms[mode]:.3f}" for mode in ("marlin", "w4a8", "resident", "upcast")]
         rows.append([f"{row['tokens']}", *times[:2], f"{ms['w4a8'] / ms['marlin']:.2f}", *times[2:]])
-    return table("tokens | Marlin | `w4a8` | over Marlin | `resident` | `upcast`", rows)
+    record = _record("fp4-experts-layer-h200.json")
+    found = {row["tokens"]: row["ms"] for row in record["rows"]}
+    faster = sum(ms["w4a8"] < ms["marlin"] for ms in found.values())
+    others = [str(tokens) for tokens, ms in found.items() if ms["w4a8"] > min(ms["resident"], ms["upcast"])]
+    said = f"`w4a8` takes less time than Marlin at {faster} of {len(found)} numbers of tokens"
+    said += " and less than the other two ways" + (f", except at {' and '.join(others)}." if others else ".")
+    note = f" {record['note']}" if record.get("note") else ""
+    times = table("tokens | Marlin | `w4a8` | over Marlin | `resident` | `upcast`", rows)
+    return f"Revision {record['revision']}.\n\n{times}\n{said}{note}\n"
 
 
 def fp4_experts() -> str:
@@ -393,7 +494,14 @@ def fp4_experts() -> str:
     own = engines.get("engine's experts")
     label = "peak memory" + (f" (Marlin alone {own['peak_gib']:.1f})" if own else "")
     rows.append([label, *(f"{engines[mode]['peak_gib']:.1f} GiB" for mode in modes)])
-    return table(" | ".join(["step", *(f"`{mode}`: stock / ours" for mode in modes)]), rows)
+    judged = [next(by_mode[mode] for by_mode in found.values() if mode in by_mode) for mode in modes]
+
+    def verdict(row: dict) -> str:
+        itself = max(other["mean_logprob_diff"] for other in row["stock_from_itself"].values())
+        return f"{row['mean_logprob_diff']:.4f} (stock {itself:.4f}), {str(row['equal']).lower()}"
+
+    rows.append(["outputs: mean difference from stock (of stock from itself), `equal`", *map(verdict, judged)])
+    return _revisions(record) + table(" | ".join(["step", *(f"`{mode}`: stock / ours" for mode in modes)]), rows)
 
 
 def speed() -> str:
@@ -439,6 +547,8 @@ SECTIONS = {
     "vllm-phases": vllm_phases,
     "vllm-graphs": vllm_graphs,
     "vllm-start": vllm_start,
+    "vllm-initialisation": vllm_initialisation,
+    "vllm-beside": vllm_beside,
     "soak": soak,
     "vllm-outputs": vllm_outputs,
     "vllm-bench": vllm_bench,

@@ -7,7 +7,7 @@ every site and model it has the time of vLLM's kernels over ours, at the token c
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,13 @@ TOLERANCE_COMPILED = 0.85
 NOT_COMPARABLE = ("shared-experts", "mhc-pre-broadcast", "routed-experts", "fp4-experts")
 """Sites that replace several kernels of vLLM by one, or whose record compares something else; they are never stock."""
 
+LAYERS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "fp8-linear": lambda params: not params.get("groups"),
+    "output-projection": lambda params: bool(params.get("groups")),
+}
+"""Sites of one operator whose workloads are layers of a model: by its parameters, whether a layer is the site's. The
+times of a site's layers are added up."""
+
 measured = Table(FILE, "vLLM", lambda site: TOLERANCE_COMPILED if site.startswith("mhc-") else TOLERANCE)
 choose, forget, slower, verdict = measured.choose, measured.forget, measured.slower, measured.verdict
 
@@ -28,16 +35,17 @@ choose, forget, slower, verdict = measured.choose, measured.forget, measured.slo
 def generate(record: Mapping[str, Any], sites: Iterable[Any]) -> dict[str, Any]:
     """The table of a benchmark record.
 
-    The operators of a site are added up at every token count; one without a kernel of vLLM there is left out on both
-    sides.
+    The operators of a site, or its layers, are added up at every token count; one without a kernel of vLLM there is
+    left out on both sides.
     """
-    measured: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
+    found: dict[str, dict[str, dict[int, list[tuple[Mapping[str, Any], float, float]]]]] = {}
     for row in record["rows"]:
         theirs = [peer.get("us") for peer in row["peers"] if peer["name"] == PEER]
         if row["mode"] != "graph" or row["error"] or not theirs or theirs[0] is None:
             continue
         name = row["operator"].rpartition(".")[2]
-        measured.setdefault(name, {}).setdefault(row["model"], {})[row["tokens"]] = (row["us"], theirs[0])
+        rows = found.setdefault(name, {}).setdefault(row["model"], {}).setdefault(row["tokens"], [])
+        rows.append((row.get("params", {}), row["us"], theirs[0]))
     return {
         "record": {key: record[key] for key in ("device", "driver", "versions", "revision", "date")},
         "sites": {
@@ -45,9 +53,23 @@ def generate(record: Mapping[str, Any], sites: Iterable[Any]) -> dict[str, Any]:
             for site in sites
             if site.operators
             and site.name not in NOT_COMPARABLE
-            and (ratios := _ratios([measured.get(name, {}) for name in site.operators]))
+            and (ratios := _ratios([_times(found.get(name, {}), LAYERS.get(site.name)) for name in site.operators]))
         },
     }
+
+
+def _times(
+    rows: Mapping[str, Mapping[int, list[tuple[Mapping[str, Any], float, float]]]],
+    belongs: Callable[[Mapping[str, Any]], bool] | None,
+) -> dict[str, dict[int, tuple[float, float]]]:
+    """Our time of an operator and vLLM's, by model and tokens: of the last workload, or of all that are a site's."""
+    times: dict[str, dict[int, tuple[float, float]]] = {}
+    for model, by_tokens in rows.items():
+        for tokens, measured in by_tokens.items():
+            chosen = measured[-1:] if belongs is None else [row for row in measured if belongs(row[0])]
+            if chosen:
+                times.setdefault(model, {})[tokens] = (sum(row[1] for row in chosen), sum(row[2] for row in chosen))
+    return times
 
 
 def _ratios(operators: Sequence[Mapping[str, Mapping[int, tuple[float, float]]]]) -> dict[str, list[list[float]]]:

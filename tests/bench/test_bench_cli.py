@@ -94,10 +94,26 @@ def test_engines_of_the_end_to_end_benchmark_take_further_arguments(monkeypatch)
     done = bench("--e2e", "vllm", "--model", "v3", "--arguments", '{"tensor_parallel_size": 2}')
     assert done.exit_code == 0, done.output
     assert [(one.model, one.arguments) for one in options] == [("v3", {"tensor_parallel_size": 2})]
+    assert not options[0].one_gpu
     for text in ("[2]", "{"):
         done = bench("--e2e", "vllm", "--arguments", text)
         assert (done.exit_code, len(options)) == (2, 1)
         assert "--arguments: expected a JSON object" in done.output
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_ranks_on_one_gpu_pass_by_their_outputs(monkeypatch, equal):
+    from tk_serving.bench import e2e
+
+    options = []
+    monkeypatch.setattr(machine, "missing", list)
+    monkeypatch.setattr(
+        e2e, "run", lambda given: options.append(given) or {"rows": [], "outputs": {"a": {"equal": equal}}}
+    )
+    two = ("--e2e", "vllm", "--model", "v3", "--arguments", '{"tensor_parallel_size": 2}', "--one-gpu")
+    assert bench(*two).exit_code == (0 if equal else 1)
+    assert [one.one_gpu for one in options] == [True]
+    assert bench("--e2e", "vllm", "--one-gpu").exit_code == 2
 
 
 def test_nothing_else_imports_the_benchmarks():

@@ -1,6 +1,7 @@
 """The end-to-end benchmark without an engine: configurations, weights, comparison, record."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -187,7 +188,9 @@ def test_kernels_have_families():
     names = {
         "fused_moe_kernel": "routed experts",
         "void marlin_moe_wna16::Marlin<...>": "routed experts",
-        "void deep_gemm::sm90_fp8_gemm_1d2d_impl<...>": "dense products",
+        "void deep_gemm::sm90_fp8_gemm_1d2d_impl<...>": "FP8 linear layers",
+        "skinny_gemm_fp8_kernel": "FP8 linear layers",
+        "nvjet_sm90_tst_128x8_64x12_2x1_v_bz_TNT": "dense products",
         "void per_token_group_quant_8bit_register_kernel<c10::BFloat16>": "casts",
         "void vllm::act_and_mul_kernel<c10::BFloat16>": "swiglu",
         "reduce_fused_kernel": "reduce",
@@ -272,13 +275,16 @@ def test_a_step_of_captured_graphs_has_the_time_of_these_graphs(monkeypatch, rep
                 self.step()
             return [], 1.0
 
+    side = Steps()
+    engine.time_graphs(side.graph_ms)
+    kept = torch.cuda.CUDAGraph.replay  # as vLLM keeps it, once a part of a step is captured
+
     def step():
         At.now += 1.0  # of the host
         for _ in range(replays):
-            torch.cuda.CUDAGraph.replay(None)
+            kept(None)
 
-    side = Steps()
-    side.step = engine.timed(engine.timed_graphs(step, side.graph_ms), side.step_ms)
+    side.step = engine.timed(engine.by_step(step, side.graph_ms), side.step_ms)
     decoded = side.decode(1, 6, 0)
     assert decoded["ms"] == 1.0 + 2.0 * replays
     assert decoded.get("graph_ms") == found
@@ -518,10 +524,36 @@ def test_the_record_keeps_the_rows_of_other_models(tmp_path):
     assert record["engines"] == {"v4": 1, "v3": 2}
 
 
+def test_ranks_that_share_a_gpu_are_compared_and_not_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(alternate, "Side", Whole)
+    monkeypatch.setattr(alternate, "_record", lambda options: {"device": "test", "rows": []})
+    Whole.started.clear()
+    Whole.benches.clear()
+    own = {"tensor_parallel_size": 2, "disable_custom_all_reduce": False}
+    options = alternate.Options(model="v3", arguments=own, one_gpu=True, json=tmp_path / "r.json", logs=tmp_path / "l")
+    alternate.run(options, Console(quiet=True))
+    record = json.loads(options.json.read_text())
+    name = "v3, tensor parallel 2, on one GPU"
+    assert (record["rows"], Whole.benches) == ([], [])
+    assert record["outputs"][name]["equal"] is True
+    assert {part: list(record[part]) for part in ("engines", "settings", "sites", "wrong")} == {
+        part: [name] for part in ("engines", "settings", "sites", "wrong")
+    }
+    assert sorted(record["engines"][name]) == ["ours", "stock"]
+    assert [settings["arguments"] for _, settings, _ in Whole.started] == [{**alternate.ONE_GPU, **own}] * 3
+
+
 @pytest.mark.parametrize(
-    ("options", "message"), [({"engine": "x"}, "expected one of vllm, sglang"), ({"model": "x"}, "expected one of")]
+    ("options", "message"),
+    [
+        ({"engine": "x"}, "expected one of vllm, sglang"),
+        ({"model": "x"}, "expected one of"),
+        ({"one_gpu": True}, "expected vllm with a tensor_parallel_size"),
+        ({"one_gpu": True, "engine": "sglang", "arguments": {"tensor_parallel_size": 2}}, "expected vllm with"),
+        ({"one_gpu": True, "experts": Path("x.json"), "arguments": {"tensor_parallel_size": 2}}, "record is one of"),
+    ],
 )
-def test_unknown_names_are_refused(options, message):
+def test_what_cannot_be_measured_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         alternate.run(alternate.Options(**options), Console(quiet=True))
 

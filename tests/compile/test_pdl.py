@@ -1,5 +1,7 @@
 """Programmatic dependent launch: what the pass adds, what it asks of the launch, and who may switch it off."""
 
+import dataclasses
+
 import pytest
 import tilelang
 import tilelang.language as T  # noqa: N812  the custom of TileLang
@@ -30,6 +32,18 @@ def test_the_launch_is_asked_to_be_early():
         lowered = [tilelang.lower(f, target=goal) for f in (kernels.built(launch()), launch().prim_func())]
     early = [[f.attrs.get("has_cuda_pdl_sync") for f in one.device_mod.functions.values()] for one in lowered]
     assert early == [[1], [None]]
+
+
+def test_a_launch_may_let_the_next_one_begin_at_its_end():
+    first, last = launch(), dataclasses.replace(launch(), trigger_last=True)
+    assert first.key != last.key
+    at_start, at_end = (kernels.cuda_source(one, "sm_90a").partition("__global__")[2] for one in (first, last))
+    trigger = "cudaTriggerProgrammaticLaunchCompletion"
+    assert at_start.index(trigger) < at_start.index("blockIdx")
+    assert at_end.index("cudaGridDependencySynchronize") < at_end.index("blockIdx")
+    assert at_end.index(trigger) > at_end.rindex("blockIdx")
+    config.set_pdl(False)
+    assert dataclasses.replace(launch(), trigger_last=True) == launch()
 
 
 def test_off_means_without():

@@ -5,6 +5,7 @@ import torch
 from on_device import bits, needs_device
 
 from tk_serving import config
+from tk_serving.gemm import skinny_gemm_fp8
 from tk_serving.moe import expand_to_fused_and_cast, get_fused_mapping
 from tk_serving.moe.get_fused_mapping import capacity
 from tk_serving.quant import norm_forward, per_token_cast
@@ -48,6 +49,21 @@ def mappings_and_expansions(tokens):
         yield expand
 
 
+def products_of_few_rows(tokens):
+    """Weights are read before the launch before has ended; rows and scales must not be."""
+    random = torch.Generator("cuda").manual_seed(tokens)
+    rows, sf_of_weights = min(tokens, 16), torch.full((HIDDEN // 128, HIDDEN // 128), 1 / 64, device="cuda")
+    weights = torch.randn(STEPS, HIDDEN, HIDDEN, device="cuda", generator=random).to(torch.float8_e4m3fn)
+    x = torch.randn(rows, HIDDEN, device="cuda", generator=random).bfloat16()
+    data, sf = per_token_cast(x, "e4m3", 128, use_tma_aligned_col_major_sf=True)
+    product = skinny_gemm_fp8.operator
+    for k in range(STEPS):
+        weight = weights[k], sf_of_weights
+        yield lambda: per_token_cast.operator.into((data, sf), x, "e4m3", 128, use_tma_aligned_col_major_sf=True)
+        yield lambda weight=weight: product.into((x,), (data, sf), weight, True)  # what the cast has read
+        yield lambda: x.clone()
+
+
 def results(calls, after=lambda: None):
     found = []
     for call in calls:
@@ -58,7 +74,7 @@ def results(calls, after=lambda: None):
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 4096])
-@pytest.mark.parametrize("chain", [norms_and_casts, mappings_and_expansions])
+@pytest.mark.parametrize("chain", [norms_and_casts, mappings_and_expansions, products_of_few_rows])
 def test_a_graph_gives_what_one_call_at_a_time_gives(chain, tokens):
     assert config.get_pdl()
     calls = list(chain(tokens))

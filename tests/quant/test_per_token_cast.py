@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from tk_serving.compare import diff
 from tk_serving.quant import (
@@ -292,8 +294,6 @@ def test_preallocated_results_are_used_and_nothing_else_is_written():
 
 
 def test_fake_tensors():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode():
         data, sf = per_token_cast(torch.empty(5, 7168, dtype=torch.bfloat16), "e4m3", 128, None, True, True, True)
     assert (data.shape, data.dtype) == ((5, 7168), torch.float8_e4m3fn)
@@ -462,3 +462,13 @@ def test_scales_alone_start_early_where_the_device_holds_all_blocks():
         x = torch.empty(tokens, 7168, dtype=torch.bfloat16, device="meta")
         early[tokens] = op.plan(*op.bind(x, "e4m3", 128)).launches[0].pdl
     assert early == {64: True, 584: True, 588: False, 4096: False}
+
+
+def test_a_traced_number_of_rows_is_not_compared():
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+    traced = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    x = mode.from_tensor(torch.empty(4096, 7168, dtype=torch.bfloat16), symbolic_context=traced)
+    with mode:
+        assert per_token_cast_with_sf_only(x, "e4m3", 128).shape[1] == 56
+    assert not shapes.guards

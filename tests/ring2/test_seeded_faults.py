@@ -46,6 +46,7 @@ FAULTS = [
     Fault(
         "syncwarp and barrier after a read dropped", "get_fused_mapping", r"__syncwarp\(\);\s*__syncthreads\(\);", ""
     ),
+    Fault("barrier between padding and pairs dropped", "get_block_mapping", BARRIER, "", 0),
     Fault("atomic repeated", "get_fused_mapping", r"(?m)^( *AtomicAdd\(.*\);)$", r"\1 \1", 0),
     Fault("-1 guard missing", "expand_to_fused", r"\(int64_t\)0 <= place\[k\w*\]", "true"),
     Fault("-1 guard missing where rows are read", "reduce_fused", r"\(int64_t\)0 <= place\[k\w*\]", "true"),

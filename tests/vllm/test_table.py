@@ -51,6 +51,22 @@ def test_operators_of_a_site_are_added_up_where_vllm_has_a_kernel():
     assert generate(row("a", 1, 2.0, 4.0, mode="cold"), row("a", 8, 2.0, 4.0, error="broken")) == {}
 
 
+def test_layers_are_added_up_for_the_site_that_they_belong_to():
+    def layer(us, theirs, groups):
+        return row("a", 8, us, theirs, params={"groups": groups})
+
+    names = ("fp8-linear", "output-projection", "s")
+    record = dict.fromkeys(("device", "driver", "versions", "revision", "date"), "")
+    record["rows"] = [layer(2.0, 4.0, 0), layer(3.0, 5.0, 8), layer(2.0, 2.0, 0)]
+    found = table.generate(record, [SimpleNamespace(name=name, operators=("a",)) for name in names])["sites"]
+    ratios = {name: by_model["v4-flash"] for name, by_model in found.items()}
+    assert ratios == {"fp8-linear": [[8, 1.5]], "output-projection": [[8, 1.667]], "s": [[8, 1.0]]}
+    record["rows"] = record["rows"][:1]
+    assert (
+        "output-projection" not in table.generate(record, [SimpleNamespace(name=names[1], operators=("a",))])["sites"]
+    )
+
+
 @pytest.fixture
 def measured(monkeypatch):
     def use(**ratios):

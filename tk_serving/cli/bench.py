@@ -46,6 +46,10 @@ def bench(
         str,
         typer.Option(help="With --e2e: further arguments of the engine, for both sides: a JSON object."),
     ] = "",
+    one_gpu: Annotated[
+        bool,
+        typer.Option("--one-gpu", help="With --e2e vllm: all ranks share one GPU; outputs only, nothing is timed."),
+    ] = False,
     check: Annotated[bool, typer.Option(help="Compare all results with the reference first.")] = True,
     revision: Annotated[str, typer.Option(help="Git revision for the record where there is no checkout.")] = "",
     limit: Annotated[
@@ -91,6 +95,7 @@ def bench(
             compare=sites,
             experts=experts,
             arguments=_object("--arguments", arguments),
+            one_gpu=one_gpu,
             limit=limit,
             json=json,
             logs=logs,
@@ -151,7 +156,9 @@ def _end_to_end(*, models: tuple[str, ...], **options: Any) -> None:
         records = [e2e.run(one) for one in chosen]
     except (ValueError, OSError, e2e.EngineError) as error:
         _refuse(str(error))
-    raise typer.Exit(0 if all(row["agree"] for record in records for row in record["rows"]) else FOUND)
+    agree = [row["agree"] for record in records for row in record["rows"]]
+    equal = [found["equal"] for record in records for found in record.get("outputs", {}).values()]
+    raise typer.Exit(0 if all((*agree, *equal)) else FOUND)
 
 
 def _refuse(message: str) -> NoReturn:

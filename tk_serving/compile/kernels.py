@@ -94,7 +94,7 @@ def build(launch: Launch, arch: str, folder: pathlib.Path) -> pathlib.Path:
 
 def built(launch: Launch) -> Any:
     """The TileLang function that is compiled for a launch."""
-    return pdl.waiting(launch.prim_func()) if launch.pdl else launch.prim_func()
+    return pdl.waiting(launch.prim_func(), launch.trigger_last) if launch.pdl else launch.prim_func()
 
 
 def cuda_source(launch: Launch, arch: str) -> str:

@@ -3,7 +3,8 @@
 Every thread of every block waits before all else, so whatever a kernel reads was written and whatever it overwrites was
 read; launches of other libraries may stand before and behind it, whether they use this or not. Only then it lets the
 next launch begin: a kernel that has begun to work is behind all launches before it, so a chain of early ones stays in
-order. No kernel knows of this; one pass puts it into all but those whose launch says ``pdl=False``.
+order; a launch that says ``trigger_last`` does so at its end. One pass puts this into all kernels but those whose
+launch says ``pdl=False``, and those that wait themselves.
 
 TileLang then declares pointers without ``__restrict__``, as the compiler could read before the wait otherwise. Kernels
 whose loads have to overtake their stores lose more by that than they gain.
@@ -14,8 +15,10 @@ from __future__ import annotations
 from typing import Any
 
 
-def waiting(prim_func: Any) -> Any:
-    """The same function with the wait and the trigger at its start; TileLang then asks for the early launch.
+def waiting(prim_func: Any, trigger_last: bool = False) -> Any:
+    """The same function with the wait at its start, and the trigger there or at its end.
+
+    TileLang then asks for the early launch.
 
     Raises:
         ValueError: it has no kernel, or several.
@@ -29,8 +32,8 @@ def waiting(prim_func: Any) -> Any:
         if node.name_hint != "tilelang_root":
             return None
         found.append(node)
-        start = [tvm.tirx.Evaluate(call) for call in (T.pdl_sync(), T.pdl_trigger())]
-        body = tvm.tirx.SeqStmt([*start, node.body])
+        wait, trigger = (tvm.tirx.Evaluate(call) for call in (T.pdl_sync(), T.pdl_trigger()))
+        body = tvm.tirx.SeqStmt([wait, node.body, trigger] if trigger_last else [wait, trigger, node.body])
         rest = (node.init, node.alloc_buffers, node.match_buffers, node.annotations)
         return type(node)(node.iter_vars, node.reads, node.writes, node.name_hint, body, *rest)
 

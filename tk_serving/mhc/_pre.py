@@ -75,6 +75,7 @@ def finish(
     layout: str = "row",
     round_sf: bool = False,
     pdl: bool = True,
+    trigger_last: bool = False,
 ) -> Launch:
     """The launch that turns the parts into mixes and the sublayer's input.
 
@@ -127,7 +128,7 @@ def finish(
             values.repeat,
         )
 
-    return Launch("mhc.pre", config, arguments, pdl=pdl)
+    return Launch("mhc.pre", config, arguments, pdl=pdl, trigger_last=trigger_last)
 
 
 def refuse_autograd(operator: str, *tensors: Tensor | None) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tk_serving.compare import BITWISE
 from tk_serving.expect import Expect
-from tk_serving.operator import Existing, Plan, Quantized, operator
+from tk_serving.operator import Existing, Plan, Quantized, early_below, operator
 from tk_serving.quant import casting, samples, scales
 from tk_serving.quant.formats import FORMATS
 from tk_serving.workloads import serving
@@ -40,7 +40,7 @@ def _plan(
         casting.check_given(_expect, "out_sf", out_sf, sf)
         _expect.same_device(x=source.data, out_sf=out_sf)
     launch = casting.cast_launch(source, fmt, num_per_channels, layout, round_sf, sf_only=True, given=(out_sf,))
-    if num_per_channels in casting.GROUPS and casting.blocks(source) > RESIDENT_BLOCKS:
+    if num_per_channels in casting.GROUPS and not early_below(casting.blocks(source), RESIDENT_BLOCKS + 1):
         launch = dataclasses.replace(launch, pdl=False)
     return Plan((sf if out_sf is None else Existing("out_sf"),), (launch,) if source.tokens else ())
 

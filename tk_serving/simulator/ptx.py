@@ -15,6 +15,11 @@ _WGMMA = re.compile(
     r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<n>\d+)k32\.f32\.e5m2\.e4m3 \{.*\}, \{.*\}, %\d+, p, 1, 1"
 )
 
+_MMA_FP8 = (
+    r"mma\.sync\.aligned\.m16n8k32\.row\.col\.f32\.e4m3\.e4m3\.f32 "
+    r"\{%0, %1, %2, %3\}, \{%4, %5, %6, %7\}, \{%8, %9\}, \{%0, %1, %2, %3\}"
+)
+
 # Instruction pattern -> statement; {0} is operand %0 of the asm statement, {name} a group of the pattern.
 _FORMS: tuple[tuple[str, str], ...] = (
     (r"", "(void)0"),  # holds registers
@@ -37,6 +42,11 @@ _FORMS: tuple[tuple[str, str], ...] = (
     (r"cp\.async\.mbarrier\.arrive\.noinc\S* \[%0\]", "sim::copy_wait_all(), sim::mbarrier_arrive({0}, 0)"),
     (r"cp\.async\.bulk\.shared::cluster\.global\S* \[%0\], \[%1\], %2, \[%3\]", "sim::copy_bulk({0}, {1}, {2}, {3})"),
     (r"wgmma\.(fence|commit_group|wait_group)\S*( %0)?", "(void)0"),  # the product is there at once
+    (
+        _MMA_FP8,
+        "{{ float* c_[] = {{&{0}, &{1}, &{2}, &{3}}}; unsigned a_[] = {{{4}, {5}, {6}, {7}}}, b_[] = {{{8}, {9}}}; "
+        "sim::mma_e4m3_16x8x32(c_, a_, b_); }}",
+    ),
     (r"stmatrix\S*\.x2\.trans\S* \[%0\], \{%1, %2\}", "sim::store_matrices({0}, {{{1}, {2}}})"),
     (r"stmatrix\S*\.x4\.trans\S* \[%0\], \{%1, %2, %3, %4\}", "sim::store_matrices({0}, {{{1}, {2}, {3}, {4}}})"),
     (r"fence\S*|membar\S*|setmaxnreg\S* .*|griddepcontrol\S*|prefetch\S* .*", "(void)0"),

@@ -5,9 +5,12 @@ Importing this package imports neither vLLM nor TileLang; a seam imports what it
 
 from tk_serving_patches import Site
 from tk_serving_vllm.sites import (
+    dense_products,
     engram,
+    expert_blocks,
     fp4_experts,
     hyper_connections,
+    inverse_rotary,
     linear_input,
     routed_experts,
     routed_experts_deepgemm,
@@ -21,7 +24,10 @@ SITES: tuple[Site, ...] = (
     *hyper_connections.SITES,
     *engram.SITES,
     *linear_input.SITES,
+    *inverse_rotary.SITES,
+    *dense_products.SITES,
     *routing.SITES,
+    *expert_blocks.SITES,
     *routed_experts.SITES,
     *routed_experts_triton.SITES,
     *routed_experts_deepgemm.SITES,

@@ -57,6 +57,7 @@ CACHES = (
     "TILELANG_CACHE_DIR",
     "TORCHINDUCTOR_CACHE_DIR",
     "FLASHINFER_WORKSPACE_BASE",
+    "CUDA_CACHE_PATH",  # of the driver: vLLM's wheel has Marlin for Hopper as PTX only
 )
 UNIT = (
     "ms on the device for one step of the model runner, by events around it: median over the steps and the rounds; "
@@ -79,6 +80,13 @@ WRONG = 1.05  # what an operator's results are multiplied by to see whether that
 MOVED = 0.01
 """Share of the embedding's values that move by a step for that."""
 
+ONE_GPU = {
+    "worker_cls": "tk_serving.bench.e2e.one_gpu.Worker",
+    "distributed_executor_backend": "mp",  # or vLLM counts the GPUs
+    "disable_custom_all_reduce": True,  # it looks for peers by device
+}
+"""Arguments of ``LLM`` with which all ranks share one GPU."""
+
 
 @dataclass
 class Options:
@@ -99,6 +107,7 @@ class Options:
         experts: a record for FP4 experts with FP8 activations, which are then measured as well
             (:mod:`tk_serving.bench.e2e.experts`).
         arguments: further arguments of ``LLM`` or ``ServerArgs`` for both sides.
+        one_gpu: all ranks share one GPU (:mod:`tk_serving.bench.e2e.one_gpu`): outputs are compared, nothing is timed.
         json: the record; phases of the same models in it are replaced, others kept.
         logs: folder for the logs of the engines.
         revision: Git revision for the record where there is no checkout.
@@ -117,6 +126,7 @@ class Options:
     compare: bool = True
     experts: Path | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
+    one_gpu: bool = False
     json: Path | None = None
     logs: Path | None = None
     revision: str = ""
@@ -134,6 +144,8 @@ class Options:
                 found.append(f"{key} {self.arguments[key]}")
         if "speculative_config" in self.arguments:
             found.append(f"speculative {self.arguments['speculative_config']['method']}")
+        if self.one_gpu:
+            found.append("on one GPU")
         return ", ".join(found)
 
 
@@ -227,12 +239,16 @@ def validate(options: Options) -> None:
     """Refuse what is not known, before anything is started.
 
     Raises:
-        ValueError: unknown engine or model.
+        ValueError: unknown engine or model, or one GPU for what has one rank or is timed.
     """
     if options.engine not in ENGINES:
         raise ValueError(f"bench: e2e: expected one of {', '.join(ENGINES)}, got {options.engine!r}")
     if options.model not in models.MODELS:
         raise ValueError(f"bench: model: expected one of {', '.join(models.MODELS)}, got {options.model!r}")
+    if options.one_gpu and (options.engine != "vllm" or options.arguments.get("tensor_parallel_size", 1) < 2):
+        raise ValueError("bench: one GPU: expected vllm with a tensor_parallel_size of at least 2 in the arguments")
+    if options.one_gpu and options.experts:
+        raise ValueError("bench: one GPU: the experts' record is one of times")
 
 
 def run(options: Options, console: Console | None = None) -> dict[str, Any]:
@@ -267,6 +283,9 @@ def run(options: Options, console: Console | None = None) -> dict[str, Any]:
             console.print(f"{side.name} is ready after {time.monotonic() - started:.0f} s; logs: {logs}")
         comparison = _compare(two, options)
         console.print(f"outputs: {comparison}")
+        if options.one_gpu:
+            record["outputs"] = {options.name: comparison}
+            record["engines"] = {options.name: {name: side.do("state") for name, side in two.items()}}
         for phase, size in _phases(options):
             if late():
                 break
@@ -276,7 +295,7 @@ def run(options: Options, console: Console | None = None) -> dict[str, Any]:
             record["engines"] = {options.name: {name: side.do("state") for name, side in two.items()}}
             _write(record, options.json, options.name)
         record["settings"] = {options.name: {**_settings(options), "layers": options.layers}}
-        if options.engine == "vllm" and not late():
+        if options.engine == "vllm" and not options.one_gpu and not late():
             record["vllm_bench"] = {options.name: tools.vllm_bench(two)}
             console.print(record["vllm_bench"])
         _write(record, options.json, options.name)
@@ -304,6 +323,7 @@ def _settings(options: Options) -> dict[str, Any]:
     from tk_serving.bench.e2e import experts
 
     needed = models.ARGUMENTS.get(options.model, {}) if options.engine == "vllm" else {}
+    shared = ONE_GPU if options.one_gpu else {}
     return {
         "engine": options.engine,
         "sizes": list(options.sizes),
@@ -311,12 +331,14 @@ def _settings(options: Options) -> dict[str, Any]:
         "steps": options.steps,
         "longest": max((options.prefill, *(experts.SIZES if options.experts else ()))),
         "eager": options.eager,
-        "arguments": {**needed, **options.arguments},
+        "arguments": {**needed, **shared, **options.arguments},
     }
 
 
 def _phases(options: Options) -> list[tuple[str, int]]:
     """What tells most comes first."""
+    if options.one_gpu:
+        return []
     decode = [("decode", size) for size in sorted(options.sizes)]
     return [*decode[:1], ("prefill", options.prefill), *decode[1:]]
 
@@ -545,7 +567,7 @@ def _write(record: dict[str, Any], file: Path | None, model: str) -> None:
     kept = json.loads(file.read_text()) if file.exists() else {}
     rows = [row for row in kept.get("rows", ()) if row["model"] != model]
     merged = {**kept, **record, "rows": rows + record["rows"]}
-    for key in ("engines", "settings", "sites", "wrong", "vllm_bench"):
+    for key in ("engines", "settings", "outputs", "sites", "wrong", "vllm_bench"):
         merged[key] = {**kept.get(key, {}), **record.get(key, {})}
     file.write_text(json.dumps(merged, indent=1) + "\n")
 

@@ -35,6 +35,30 @@ def off_by(operator: str, factor: float) -> Iterator[None]:
         dispatch.run = run
 
 
+@contextmanager
+def only_wrong_here(operator: str, factor: float) -> Iterator[None]:
+    """:func:`off_by`, and sites that were compared run without the engine's function beside them."""
+    from tk_serving_patches import comparing
+
+    with comparing.only([row["site"] for row in comparing.rows()]), off_by(operator, factor):
+        yield
+
+
+def forget_compared_here() -> None:
+    """Forget what the comparison of calls has seen in this process."""
+    from tk_serving_patches import comparing
+
+    comparing.reset()
+
+
+def compared_here() -> dict[str, Any]:
+    """What the comparison of calls has seen in this process: ``rows`` of all sites, and the ``first`` beyond its
+    bound."""
+    from tk_serving_patches import comparing
+
+    return {"rows": comparing.rows(), "first": comparing.first()}
+
+
 def timed(step: Callable[..., Any], events: list[tuple[Any, Any]]) -> Callable[..., Any]:
     """A step of a model runner with events around it, which are added to the list."""
 
@@ -49,19 +73,24 @@ def timed(step: Callable[..., Any], events: list[tuple[Any, Any]]) -> Callable[.
     return run
 
 
-def timed_graphs(step: Callable[..., Any], events: list[list[tuple[Any, Any]]]) -> Callable[..., Any]:
-    """A step of a model runner; from now on every replay of a captured graph has events around it, which are added to
-    the list of its step. For one engine in a process."""
+def time_graphs(events: list[list[tuple[Any, Any]]]) -> None:
+    """From now on every replay of a captured graph has events around it, which are added to the list of the last step
+    of :func:`by_step`. For one engine in a process."""
     replay = torch.cuda.CUDAGraph.replay
 
     def replay_timed(graph: torch.cuda.CUDAGraph) -> None:
         timed(replay, events[-1] if events else [])(graph)
 
+    setattr(torch.cuda.CUDAGraph, "replay", replay_timed)  # noqa: B010
+
+
+def by_step(step: Callable[..., Any], events: list[list[tuple[Any, Any]]]) -> Callable[..., Any]:
+    """A step of a model runner that begins a list of its own."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         events.append([])
         return step(*args, **kwargs)
 
-    setattr(torch.cuda.CUDAGraph, "replay", replay_timed)  # noqa: B010
     return run
 
 
@@ -133,12 +162,18 @@ class Engine(ABC):
 
     def sites(self) -> dict[str, Any]:
         """How far every replaced call is from the engine's own function; needs ``TK_SERVING_COMPARE``."""
-        from tk_serving_patches import comparing
-
-        comparing.reset()
+        self.forget_compared()
         self.generate(4, 500, 4, seed=5)
         self.generate(1, 16, 4, seed=6)
-        return {"rows": comparing.rows(), "first": comparing.first()}
+        return self.compared()
+
+    def forget_compared(self) -> None:
+        """Forget what the comparison of calls has seen."""
+        forget_compared_here()
+
+    def compared(self) -> dict[str, Any]:
+        """What the comparison of calls has seen: ``rows`` of all sites, and the ``first`` beyond its bound."""
+        return compared_here()
 
     def wrong(
         self, operators: Sequence[str], factor: float, dampings: Sequence[int], **texts: int
@@ -148,16 +183,19 @@ class Engine(ABC):
 
         Graphs do not pass through Python: the engine has to be eager.
         """
-        from tk_serving_patches import comparing
-
         found: dict[str, dict[str, Any]] = {}
-        with comparing.only([row["site"] for row in comparing.rows()]):  # not one by one beside the engine's function
-            for octaves in dampings:
-                at = found[str(octaves)] = {}
-                for operator in ("", *operators):
-                    with off_by(operator, factor):
-                        at[operator] = self.outputs_damped(octaves, **texts) if octaves else self.outputs(**texts)
+        for octaves in dampings:
+            at = found[str(octaves)] = {}
+            for operator in ("", *operators):
+                with self.only_wrong(operator, factor):
+                    at[operator] = self.outputs_damped(octaves, **texts) if octaves else self.outputs(**texts)
         return found
+
+    @contextmanager
+    def only_wrong(self, operator: str, factor: float) -> Iterator[None]:
+        """:func:`only_wrong_here` in all processes of the engine."""
+        with only_wrong_here(operator, factor):
+            yield
 
     def steps(self) -> list[float]:
         """Milliseconds of the steps of the last :meth:`generate`."""

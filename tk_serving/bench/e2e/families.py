@@ -12,12 +12,13 @@ FAMILIES = (
         r"mhc|hc_head|hc_prenorm|prenorm_gemm|norm_fn|apply_mix|big_fuse|^pre_kernel|^head_mix|post_kernel|"
         r"^expand_kernel|hyper",
     ),
-    ("routing", r"topk|top_k|gate_kernel|dsv4_topk|moe_align|count_and_sort|fused_mapping|expand"),
+    ("routing", r"topk|top_k|gate_kernel|dsv4_topk|moe_align|count_and_sort|fused_mapping|block_mapping|expand"),
     ("swiglu", r"act_and_mul|silu|swiglu"),
     ("casts", r"group_quant|per_token_cast|quant_8bit|scaled_fp8_quant|per_token_group"),
     ("reduce", r"moe_sum|reduce_fused"),
     ("norms", r"rms_norm|RMSNorm|layer_norm|norm_forward"),
-    ("dense products", r"nvjet|gemm|cutlass|cublas|sm90_fp8|splitKreduce|ll_bf16|router_gemm"),
+    ("FP8 linear layers", r"sm90_fp8_gemm|skinny_gemm"),
+    ("dense products", r"nvjet|gemm|cutlass|cublas|splitKreduce|ll_bf16|router_gemm"),
     ("copies", r"Memcpy|Memset|copy_kernel|elementwise|vectorized|gather|index|fill|cat_|CatArray"),
     ("compiled", r"triton_"),
 )

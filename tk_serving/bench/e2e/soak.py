@@ -3,9 +3,18 @@
 ``python -m tk_serving.bench.e2e.soak --model v4-flash --seconds 600 --json RECORD`` starts ``vllm serve`` with random
 weights and vLLM's JIT monitor on ``error``, so that a compilation after the warm-up ends the server, and keeps clients
 going: prompts of 1 to 6000 tokens, many with a beginning that others have had (prefix caching), longer ones than a step
-takes (chunked prefill), bursts that fill the batch, clients that hang up. Memory is sampled, of the device what the
-workers have reserved, of the host that of all processes of the server; vLLM's counters of requests and those of our
+takes (chunked prefill), bursts that fill the batch, clients that hang up. vLLM's counters of requests and those of our
 operators are compared with what was sent.
+
+Memory is sampled: of the device what the workers' tensors take and what torch has reserved for them, of the host what
+all processes of the server have written. No growth means, at the ten points where the server is let run empty, from the
+first third of the load on:
+
+- A leak takes more again and again: no series may set a new maximum, by more than 1 MiB a minute, in more than half of
+  the stretches between two points.
+- What tensors take between requests may grow by 64 MiB in all, for something that is made at its first use.
+- What is reserved may grow by 4 %, what the host has by 2 %. torch's allocator keeps segments and splits them, and
+  takes one more when a mix of sizes has not occurred before; that may be late and says nothing of a leak.
 
 With ``--warm-up 30`` the monitor only warns for that long. Then what vLLM's warm-up leaves out of its own kernels is
 compiled (:mod:`tk_serving.bench.e2e.jit_monitor`), and it is on ``error`` from there on.
@@ -19,6 +28,7 @@ import argparse
 import asyncio
 import contextlib
 import datetime
+import itertools
 import json
 import math
 import os
@@ -26,7 +36,6 @@ import random
 import re
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -41,8 +50,13 @@ from tk_serving.bench.record import versions
 from tk_serving.demo.compare import samples_of
 from tk_serving.environment import revision
 
-ALLOWED_GROWTH_MIB = 64  # of the device's memory; of the host's, in percent:
-ALLOWED_GROWTH = 2.0
+RESTS = 10  # points at which the server is let run empty
+ALLOWED_RATE = 1.0  # MiB a minute
+ALLOWED_MIB = 64.0  # of what tensors take
+ALLOWED_PERCENT = {
+    "device_mib": 4.0,
+    "host_mib": 2.0,
+}  # of what is reserved: three segments of V4-Flash's largest steps
 ALLOWED_SHARE, FEW_CALLS = 0.1, 100  # by how much operators' calls may grow apart, of those that are not rare
 
 
@@ -105,7 +119,7 @@ def run(options: Any) -> dict[str, Any]:
             record["failed"] = f"{type(error).__name__}: {error}"[:2000]
         log = (logs / "server.log").read_text(errors="replace")  # before it is told to end
     before = record.get("warm_up", {}).get("log_characters", 0)
-    record["errors_in_log"] = _errors(log[before:])
+    record["errors_in_log"], record["compiled_under_load"] = _errors(log[before:]), compiled(log[before:])
     record["passes"] = judge(record)
     _write(options, record)
     return record
@@ -114,6 +128,12 @@ def run(options: Any) -> dict[str, Any]:
 def _errors(log: str) -> list[str]:
     bad = re.compile(r"\bERROR\b|\bWARNING\b.*JIT")
     return [line[:300] for line in log.splitlines() if bad.search(line)][:20]
+
+
+def compiled(log: str) -> list[str]:
+    """Kernels that vLLM's JIT monitor has named in the log, in order."""
+    named = re.findall(r"(\w+) (?:kernel )?JIT compilation during inference: ([\w.]*\w)", log)
+    return list(dict.fromkeys(f"{name} ({compiler})" for compiler, name in named))
 
 
 def _flags(options: Any) -> list[str]:
@@ -172,36 +192,43 @@ async def _soak(options: Any, record: dict[str, Any], server: Any, folder: Path,
         print(f"the server is ready after {record['ready_s']} s", flush=True)
         load = _Load(http, str(folder), options.longest)
         record["samples"] = samples = []
+        record["errors"] = load.errors
         if options.warm_up:
             await _warm_up(options, record, http, load, log)
         clock = _Clock(options.seconds)
         with contextlib.suppress(NotImplementedError, RuntimeError):
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, clock.end)
+
+        async def sample(idle: bool) -> None:
+            record["counters"] = await _counters(http)
+            found = {**await _memory(http, server.pid), **load.counts, "calls": by_operator(record["counters"])}
+            samples.append({"s": round(clock.seconds, 1), "idle": idle, **found})
+            record["sent"] = dict(load.counts)
+            times = {"seconds": clock.seconds, "stopped_s": clock.stopped, "rested_s": clock.rested}
+            record.update({name: round(value, 1) for name, value in times.items()})
+            _write(options, record)
+
+        await sample(idle=True)
         ticking = asyncio.create_task(clock.run())
         tasks = [asyncio.create_task(load.client(i, clock)) for i in range(options.sequences * 5 // 4)]
+        rest = stretch = max(options.seconds / RESTS, 5.0)
         while not clock.ended and server.poll() is None and not load.errors:
-            record["counters"] = await _counters(http)
-            samples.append(
-                {
-                    "s": round(clock.seconds, 1),
-                    **await _memory(http, server.pid),
-                    **load.counts,
-                    "calls": by_operator(record["counters"]),
-                }
-            )
-            record["sent"], record["errors"] = dict(load.counts), load.errors
-            record["seconds"], record["stopped_s"] = round(clock.seconds, 1), round(clock.stopped, 1)
-            _write(options, record)
-            await asyncio.sleep(min(5.0, options.seconds / 10))
+            await asyncio.sleep(min(5.0, stretch / 2))
+            if clock.seconds < rest or clock.ended:
+                await sample(idle=False)
+                continue
+            rest += stretch
+            clock.resting = True
+            await asyncio.wait_for(load.rest(), 600)
+            await asyncio.sleep(1)  # requests of clients that hung up
+            await sample(idle=True)
+            clock.resting = False
+            load.go_on()
         clock.end()
+        load.go_on()
         await asyncio.wait_for(asyncio.gather(*tasks, ticking), 180)
-        record["seconds"], record["stopped_s"] = round(clock.seconds, 1), round(clock.stopped, 1)
         await asyncio.sleep(2)  # the states of the processes are shared every second
-        record["counters"] = await _counters(http)
-        samples.append(
-            {"s": record["seconds"], **await _memory(http, server.pid), "calls": by_operator(record["counters"])}
-        )
-        record["sent"], record["errors"] = dict(load.counts), load.errors
+        await sample(idle=True)
         record["alive"] = await _healthy(http)
 
 
@@ -226,18 +253,21 @@ async def _warm_up(options: Any, record: dict[str, Any], http: Any, load: Any, l
 
 
 class _Clock:
-    """Seconds of load: those in which this process was stopped are counted apart.
+    """Seconds of load: those in which this process was stopped, or the server was let run empty, are counted apart.
 
     Attributes:
         seconds: of load so far.
         stopped: in which the process did not run.
+        rested: in which the clients held still.
+        resting: they do so now.
         ended: no further request is to begin.
     """
 
     TICK, LATE = 0.25, 2.0
 
     def __init__(self, limit: float) -> None:
-        self.limit, self.seconds, self.stopped, self.ended = limit, 0.0, 0.0, False
+        self.limit, self.seconds, self.stopped, self.rested = limit, 0.0, 0.0, 0.0
+        self.resting = self.ended = False
 
     def end(self) -> None:
         self.ended = True
@@ -253,6 +283,8 @@ class _Clock:
         """Time between two ticks."""
         if passed > self.LATE:
             self.stopped += passed
+        elif self.resting:
+            self.rested += passed
         else:
             self.seconds += passed
         self.ended = self.ended or self.seconds >= self.limit
@@ -267,18 +299,33 @@ class _Load:
         self.vocabulary = config.get("text_config", config)["vocab_size"]
         self.counts: Counter[str] = Counter(sent=0, finished=0, hung_up=0, tokens=0)
         self.errors: list[str] = []
+        self._busy, self._going = 0, asyncio.Event()
+        self._going.set()
         generator = random.Random(0)
         self.beginnings = [[self._token(generator) for _ in range(longest // n)] for n in (2, 4, 9, 90)]
 
     async def client(self, number: int, clock: _Clock) -> None:
         generator = random.Random(number)
         while not clock.ended and not self.errors:
+            self._busy += 1
             try:
                 await self._one(generator)
             except Exception as error:
                 self.errors.append(f"{type(error).__name__}: {error}"[:500])
+            finally:
+                self._busy -= 1
             # Mostly all clients are busy, so that the batch is full; now and then only a few of them.
             await asyncio.sleep(generator.choice((0, 0, 0, 0, 0.05, 0.5)))
+            await self._going.wait()
+
+    async def rest(self) -> None:
+        """No further request, until :meth:`go_on`; returns when all have ended."""
+        self._going.clear()
+        while self._busy:
+            await asyncio.sleep(0.05)
+
+    def go_on(self) -> None:
+        self._going.set()
 
     def _token(self, generator: random.Random) -> int:
         return generator.randrange(2, self.vocabulary)
@@ -364,17 +411,32 @@ def add_up(samples: Sequence[Mapping[str, Any]]) -> bool:
 
 
 async def _memory(http: Any, pid: int) -> dict[str, float]:
-    """MiB of the device that the workers' torch has reserved, or what is used of the whole device if they cannot be
-    asked; and of the host, of all processes of the server."""
+    """MiB of the device that the workers' torch has reserved and what their tensors take, or what is used of the whole
+    device if they cannot be asked; and of the host, of all processes of the server."""
     import psutil
 
-    rss = 0
+    host = 0
     with contextlib.suppress(psutil.Error):
         own = psutil.Process(pid)
-        for process in [own, *own.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                rss += process.memory_full_info().pss
-    return {"device_mib": await _reserved_mib(http) or _device_mib(), "host_mib": round(rss / 2**20)}
+        host = sum(_written(process) for process in [own, *own.children(recursive=True)])
+    try:
+        workers = await _ask(http, "tk_memory")
+        found = {name: round(sum(worker[name] for worker in workers), 2) for name in ("reserved_mib", "allocated_mib")}
+        device = {"device_mib": found["reserved_mib"], "allocated_mib": found["allocated_mib"]}
+    except Exception:  # a server without our worker extension
+        device = {"device_mib": _device_mib()}
+    return {**device, "host_mib": round(host / 2**20, 1)}
+
+
+def _written(process: Any) -> int:
+    """Bytes of a process that are no file's, its share of what it has in common with others: shares of files, libraries
+    above all, grow when some other process ends."""
+    try:
+        text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+        found = re.findall(r"^Pss_(?:Anon|Shmem): *(\d+) kB", text, re.MULTILINE)
+    except OSError:
+        return 0  # it has ended
+    return sum(map(int, found)) * 1024 if found else int(process.memory_full_info().pss)
 
 
 async def _ask(http: Any, method: str) -> list[Any]:
@@ -383,12 +445,6 @@ async def _ask(http: Any, method: str) -> list[Any]:
         if answer.status != 200:
             raise RuntimeError(f"{method}: {answer.status}: {(await answer.text())[:300]}")
         return list((await answer.json())["results"])
-
-
-async def _reserved_mib(http: Any) -> float:
-    with contextlib.suppress(Exception):
-        return sum(worker["reserved_mib"] for worker in await _ask(http, "tk_memory"))
-    return 0.0
 
 
 def _device_mib() -> float:
@@ -414,12 +470,11 @@ def judge(record: dict[str, Any]) -> bool:
     """Put what was found into words: ``checks`` of the record, each True or False."""
     samples = record.get("samples", [])
     sent, counters = record.get("sent", {}), record.get("counters", {"requests": {}, "calls": {}})
-    steady = samples[len(samples) // 3 :]
-    record["growth"] = growth = {
-        key: round(_growth([s[key] for s in steady]), 1) if len(steady) > 3 else None
-        for key in ("device_mib", "host_mib")
-    }
-    host = statistics.fmean(s["host_mib"] for s in steady) if steady else 1
+    record["memory"] = memory = {name: growth(samples, name) for name in ("allocated_mib", "device_mib", "host_mib")}
+    record["memory_rule"] = (
+        "At samples with `idle`, from the first third of the load on: `grown` at most `may` MiB, and `rose` at most "
+        f"`may_rise`: in how many stretches a series set a new maximum by more than {ALLOWED_RATE:.0f} MiB a minute."
+    )
     ended = sum(counters["requests"].values())
     record["checks"] = {
         "alive": bool(record.get("alive")) and not record.get("failed"),
@@ -429,8 +484,9 @@ def judge(record: dict[str, Any]) -> bool:
         "calls_add_up": add_up(samples),
         "no_call_without_kernel": not any("not built" in name for name in counters["calls"]),
         "no_compilation": not counters.get("compilations"),
-        "device_steady": growth["device_mib"] is not None and growth["device_mib"] <= ALLOWED_GROWTH_MIB,
-        "host_steady": growth["host_mib"] is not None and growth["host_mib"] / host * 100 <= ALLOWED_GROWTH,
+        "device_steady": steady(memory["device_mib"])
+        and (not memory["allocated_mib"] or steady(memory["allocated_mib"])),
+        "host_steady": steady(memory["host_mib"]),
     }
     if warmed := record.get("warm_up"):
         record["checks"]["jit_monitor"] = bool(warmed["jit_monitor"]) and all(
@@ -439,10 +495,26 @@ def judge(record: dict[str, Any]) -> bool:
     return all(record["checks"].values())
 
 
-def _growth(values: Sequence[float]) -> float:
-    """How much more the last third of the values has than the first, by their medians."""
-    third = max(len(values) // 3, 1)
-    return statistics.median(values[-third:]) - statistics.median(values[:third])
+def growth(samples: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """How a series grew from the first third of the load on, at the points where the server was idle: ``grown`` from
+    the first of them to the last, by how much it ``may``, and in how many ``stretches`` it ``rose`` to a new maximum by
+    more than the allowed rate. Empty if it was not sampled, or at fewer than four points."""
+    last = samples[-1]["s"] if samples else 0.0
+    points = [(s["s"], s[name]) for s in samples if s.get("idle") and s["s"] >= last / 3 and name in s]
+    if len(points) < 4:
+        return {}
+    rose, (_, first), highest = 0, points[0], points[0][1]
+    for (before, _), (s, value) in itertools.pairwise(points):
+        rose += value - highest > ALLOWED_RATE * (s - before) / 60
+        highest = max(highest, value)
+    may = ALLOWED_MIB if name == "allocated_mib" else first * ALLOWED_PERCENT[name] / 100
+    grown = {"from": first, "grown": round(points[-1][1] - first, 2), "may": round(may, 1)}
+    return {**grown, "stretches": len(points) - 1, "rose": rose, "may_rise": (len(points) - 1) // 2}
+
+
+def steady(found: Mapping[str, Any]) -> bool:
+    """Whether a series neither leaks nor grows by more than it may; ``found`` by :func:`growth`."""
+    return bool(found) and found["grown"] <= found["may"] and found["rose"] <= found["may_rise"]
 
 
 def _write(options: Any, record: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from tk_serving.bench.e2e import host
-from tk_serving.bench.e2e.engine import Engine, timed, timed_graphs
+from tk_serving.bench.e2e.engine import Engine, by_step, time_graphs, timed
 
 
 class Vllm(Engine):
@@ -61,6 +61,8 @@ class Vllm(Engine):
             **graphs,
             **settings["arguments"],
         }
+        # Before graphs are captured: vLLM keeps the bound method of a graph that is part of a step.
+        self.watch_graphs()
         # The rows of the profiling run say nothing, and comparing so many takes memory.
         with comparing.only([site.name for site in SITES]):
             self.llm = LLM(**arguments)
@@ -69,11 +71,15 @@ class Vllm(Engine):
         self.vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
         self.attach()
 
+    def watch_graphs(self) -> None:
+        """Time what is captured from now on."""
+        time_graphs(self.graph_ms)
+
     def attach(self) -> None:
         """Time the steps of the worker, which is in this process."""
         self.worker = self.llm.llm_engine.model_executor.driver_worker.worker
         runner = self.worker.model_runner
-        runner.execute_model = timed(timed_graphs(runner.execute_model, self.graph_ms), self.step_ms)
+        runner.execute_model = timed(by_step(runner.execute_model, self.graph_ms), self.step_ms)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -211,6 +217,22 @@ class Parallel(Vllm):
             yield
         finally:
             self._all("tk_restore")
+
+    @contextmanager
+    def only_wrong(self, operator: str, factor: float) -> Iterator[None]:
+        self._all("tk_only_wrong", operator, factor)
+        try:
+            yield
+        finally:
+            self._all("tk_right")
+
+    def forget_compared(self) -> None:
+        self._all("tk_forget_compared")
+
+    def compared(self) -> dict[str, Any]:
+        """As of the first worker, and ``ranks`` of all of them; ``first`` of any of them."""
+        ranks = self._all("tk_compared")
+        return {**ranks[0], "first": next((rank["first"] for rank in ranks if rank["first"]), None), "ranks": ranks}
 
     def begin(self) -> None:
         self._all("tk_steps")

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from tk_serving.bench.e2e import changed, jit_monitor
-from tk_serving.bench.e2e.engine import by_kernel, state_here, timed
+from tk_serving.bench.e2e.engine import (
+    by_kernel,
+    compared_here,
+    forget_compared_here,
+    only_wrong_here,
+    state_here,
+    timed,
+)
 from tk_serving.bench.e2e.weights import register_vllm_loader
 
 LOAD_FORMAT = register_vllm_loader()
@@ -53,13 +60,31 @@ class Extension:
     def tk_restore(self) -> None:
         self._tk_changed.close()
 
+    def tk_only_wrong(self, operator: str, factor: float) -> None:
+        """See :func:`tk_serving.bench.e2e.engine.only_wrong_here`; until :meth:`tk_right`."""
+        self._tk_wrong = ExitStack()
+        self._tk_wrong.enter_context(only_wrong_here(operator, factor))
+
+    def tk_right(self) -> None:
+        self._tk_wrong.close()
+
+    def tk_forget_compared(self) -> None:
+        """See :func:`tk_serving.bench.e2e.engine.forget_compared_here`."""
+        forget_compared_here()
+
+    def tk_compared(self) -> dict[str, Any]:
+        """See :func:`tk_serving.bench.e2e.engine.compared_here`."""
+        return compared_here()
+
     def tk_state(self) -> dict[str, Any]:
         """What this process did so far."""
         return state_here("tk_serving_vllm.activate")
 
     def tk_memory(self) -> dict[str, float]:
-        """MiB of the device that torch has reserved here; other processes may use the device, too."""
-        return {"reserved_mib": round(torch.cuda.memory_reserved() / 2**20, 1)}
+        """MiB of the device that torch has reserved here, and that live tensors take; other processes may use the
+        device, too."""
+        found = {"reserved_mib": torch.cuda.memory_reserved(), "allocated_mib": torch.cuda.memory_allocated()}
+        return {name: round(value / 2**20, 2) for name, value in found.items()}
 
     def tk_watch(self) -> int:
         """See :func:`tk_serving.bench.e2e.jit_monitor.watch`."""

@@ -1,4 +1,4 @@
-"""Helpers that ship with DeepGEMM: casts in torch, and the pre-norm GEMM of the mHC layers."""
+"""DeepGEMM: its casts in torch, the pre-norm GEMM of the mHC layers, and products of FP8 blocks."""
 
 from __future__ import annotations
 
@@ -86,6 +86,39 @@ def mhc_pre_norm_fn(
         result,
         "leaves the sum over the splits and the scaling to the next kernel",
     )
+
+
+def skinny_gemm_fp8(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], constant_weight: bool = False) -> PeerCall:
+    """``fp8_gemm_nt``, and ``fp8_einsum`` for groups; scales as these kernels read them."""
+    return products(need("deep_gemm", "vllm.third_party.deep_gemm"), x, weight, disable_ue8m0_cast=True)
+
+
+def products(engine: Any, x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], **options: Any) -> PeerCall:
+    """The call of DeepGEMM's functions in a module that has them.
+
+    Args:
+        engine: the module.
+        x: rows and scales, as of the operator.
+        weight: weights and scales, as of the operator.
+        options: further arguments of ``fp8_gemm_nt``.
+    """
+    data, sf = x
+    covers(len(data) > 0, "calls with rows")
+    scales = in_columns(sf)
+    out = torch.empty(*data.shape[:-1], weight[0].shape[-2], dtype=torch.bfloat16, device=data.device)
+    if data.dim() == 2:
+        return PeerCall(lambda: engine.fp8_gemm_nt((data, scales), weight, out, **options), lambda _: out)
+    rows = data.transpose(0, 1).contiguous().transpose(0, 1), scales  # group by group, as vLLM's kernel leaves them
+    return PeerCall(lambda: engine.fp8_einsum("bhr,hdr->bhd", rows, weight, out, recipe=(1, 128, 128)), lambda _: out)
+
+
+def in_columns(sf: Tensor) -> Tensor:
+    """Scales [M, ..., K / 128] with the rows next to each other, every column on a 16-byte boundary: others would be
+    transposed in a launch before the product."""
+    rows = sf.shape[0]
+    columns = sf.new_zeros(*sf.shape[1:], -(-rows // 4) * 4)
+    columns[..., :rows] = sf.movedim(0, -1)
+    return columns.movedim(-1, 0)[:rows]
 
 
 def _utils() -> Any:

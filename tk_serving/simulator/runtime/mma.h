@@ -37,6 +37,45 @@ inline void mma_tf32_16x8x8(float* c, const unsigned* a, const unsigned* b, SIM_
   warp_wait(visit);
 }
 
+SIM_UNCHECKED inline float fp8_value(unsigned char code, __nv_fp8_interpretation_t kind) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, kind)));
+}
+
+// mma.sync.m16n8k32 on e4m3: as above.
+SIM_UNCHECKED inline void mma_e4m3_16x8x32(float* const* c, const unsigned* a, const unsigned* b, SIM_PLACE) {
+  struct Operands {
+    float* const* c;
+    const unsigned *a, *b;
+  } mine{c, a, b};
+  Visit visit{[](Visit* const* lanes) SIM_UNCHECKED {
+                static float left[16][32], right[8][32];
+                for (int i = 0; i < 32; i++) {
+                  if (!lanes[i]) fail("mma.sync needs all 32 lanes of a warp");
+                  const Operands& o = *static_cast<const Operands*>(lanes[i]->value);
+                  for (int j = 0; j < 4; j++) {
+                    for (int r = 0; r < 4; r++)
+                      left[i / 4 + 8 * (r % 2)][16 * (r / 2) + i % 4 * 4 + j] = fp8_value(o.a[r] >> 8 * j & 255, __NV_E4M3);
+                    for (int r = 0; r < 2; r++) right[i / 4][16 * r + i % 4 * 4 + j] = fp8_value(o.b[r] >> 8 * j & 255, __NV_E4M3);
+                  }
+                }
+                for (int i = 0; i < 32; i++) {
+                  const Operands& o = *static_cast<const Operands*>(lanes[i]->value);
+                  for (int r = 0; r < 4; r++) {
+                    double sum = *o.c[r];
+                    for (int k = 0; k < 32; k++) sum += double(left[i / 4 + 8 * (r / 2)][k]) * right[i % 4 * 2 + r % 2][k];
+                    *o.c[r] = float(sum);
+                  }
+                }
+              },
+              kFullMask,
+              file,
+              line,
+              &mine,
+              nullptr,
+              0};
+  warp_wait(visit);
+}
+
 // wgmma.mma_async m64nNk32, e5m2 in registers by e4m3 in shared memory with 128-byte swizzle: each warp makes its 16
 // rows. Here the product is there at once, rounded once; the hardware's own summation differs in last bits.
 template <int N> SIM_UNCHECKED inline void wgmma(float* const* d, const unsigned (&a)[4], uint64_t b, int add, SIM_PLACE) {
@@ -48,16 +87,13 @@ template <int N> SIM_UNCHECKED inline void wgmma(float* const* d, const unsigned
   } mine{d, a, b, add};
   if ((b >> 62) != 1 || (b >> 32 & 0x3fff) != 64) fail("wgmma: only the 128-byte swizzle with 1024 bytes for 8 rows is simulated");
   Visit visit{[](Visit* const* lanes) SIM_UNCHECKED {
-                auto value = [](unsigned char code, __nv_fp8_interpretation_t kind) SIM_UNCHECKED {
-                  return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, kind)));
-                };
                 static float left[16][32], right[N][32];
                 for (int i = 0; i < 32; i++) {
                   if (!lanes[i]) fail("wgmma needs all 32 lanes of a warp");
                   const Operands& o = *static_cast<const Operands*>(lanes[i]->value);
                   for (int r = 0; r < 4; r++)
                     for (int j = 0; j < 4; j++)
-                      left[i / 4 + 8 * (r % 2)][16 * (r / 2) + i % 4 * 4 + j] = value(o.a[r] >> 8 * j & 255, __NV_E5M2);
+                      left[i / 4 + 8 * (r % 2)][16 * (r / 2) + i % 4 * 4 + j] = fp8_value(o.a[r] >> 8 * j & 255, __NV_E5M2);
                 }
                 unsigned begin = unsigned(static_cast<const Operands*>(lanes[0]->value)->b & 0x3fff) << 4;
                 for (int n = 0; n < N; n++)
@@ -65,7 +101,7 @@ template <int N> SIM_UNCHECKED inline void wgmma(float* const* d, const unsigned
                     unsigned address = begin + n * 128 + k;
                     const char* at = static_cast<const char*>(shared_pointer(address ^ (address >> 7 & 7) << 4));
                     memory_access(at, 16, Access::kRead);
-                    for (int j = 0; j < 16; j++) right[n][k + j] = value(at[j], __NV_E4M3);
+                    for (int j = 0; j < 16; j++) right[n][k + j] = fp8_value(at[j], __NV_E4M3);
                   }
                 for (int i = 0; i < 32; i++) {
                   const Operands& o = *static_cast<const Operands*>(lanes[i]->value);

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tk_serving.bench.peers import PeerCall, PeerUnavailableError, covers, need, nothing_else
 from tk_serving.bench.peers.vllm.quant import FP8, per_token_cast
+from tk_serving.moe.get_block_mapping import capacity, in_order
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 UNWRITTEN = "calls that leave padding rows as they are"
@@ -90,6 +91,21 @@ def get_fused_mapping(
         lambda: ops.moe_align_block_size(ids, num_experts, alignment, sorted_ids, experts, count),
         None,
         "delivers sorted pair numbers and the expert of each block, no positions of the pairs",
+    )
+
+
+def get_block_mapping(
+    topk_idx: Tensor, num_experts: int, block_size: int, expert_map: Tensor | None = None
+) -> PeerCall:
+    """``_moe_C.moe_align_block_size``, into tensors that are there already."""
+    ops = need("vllm._custom_ops")
+    rows, device = capacity(topk_idx.numel(), num_experts, block_size), topk_idx.device
+    sizes = rows, -(-rows // block_size), 1
+    sorted_ids, experts, count = (torch.empty(size, dtype=torch.int32, device=device) for size in sizes)
+    return PeerCall(
+        lambda: ops.moe_align_block_size(topk_idx, num_experts, block_size, sorted_ids, experts, count, expert_map),
+        lambda _: in_order(sorted_ids, experts, count, block_size),
+        "any order among the pairs of an expert",
     )
 
 

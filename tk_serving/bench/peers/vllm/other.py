@@ -58,14 +58,30 @@ def apply_rotary(
     covers(query.dim() == 3 and positions is not None and seqlen_offset == 0, "[T, heads, rot] with positions")
     ops = need("vllm._custom_ops")
     assert positions is not None
-    # It reads the cache at any position; those outside get a row that turns by nothing.
-    still = torch.zeros_like(cos_sin_cache[:1])
-    still[:, : still.shape[1] // 2] = 1
-    cache = torch.cat([cos_sin_cache, still]).to(query.dtype)
-    inside = (positions >= 0) & (positions < len(cos_sin_cache))
-    rows = torch.where(inside, positions, len(cos_sin_cache)).long()
+    cache, rows = _with_rows_outside(cos_sin_cache, positions)
+    cache = cache.to(query.dtype)
     tail = (0, True) if conjugate else ()
     return PeerCall(
         lambda: ops.rotary_embedding(rows, query, key, query.shape[-1], cache, not interleaved, *tail),
         note="angles rounded to the dtype of the query",
     )
+
+
+def apply_rotary_and_per_token_cast(
+    x: Tensor, cos_sin_cache: Tensor, positions: Tensor, num_groups: int, conjugate: bool = False
+) -> PeerCall:
+    """The Triton kernel in front of V4's output projections."""
+    covers(conjugate, "the inverse rotation")
+    fused = need("vllm.models.deepseek_v4.common.ops.fused_inv_rope_fp8_quant")
+    heads, head_dim, rot = x.shape[1], x.shape[2], cos_sin_cache.shape[1]
+    cache, rows = _with_rows_outside(cos_sin_cache, positions)
+    sizes = (num_groups, heads // num_groups, head_dim - rot, rot, 128)
+    return PeerCall(lambda: fused.fused_inv_rope_fp8_quant(x, rows, cache, *sizes))
+
+
+def _with_rows_outside(cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """For kernels that read the cache at any position: those outside get a row that turns by nothing."""
+    still = torch.zeros_like(cos_sin_cache[:1])
+    still[:, : still.shape[1] // 2] = 1
+    inside = (positions >= 0) & (positions < len(cos_sin_cache))
+    return torch.cat([cos_sin_cache, still]), torch.where(inside, positions, len(cos_sin_cache)).long()
