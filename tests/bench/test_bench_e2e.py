@@ -1,6 +1,7 @@
 """The end-to-end benchmark without an engine: configurations, weights, comparison, record."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -288,6 +289,28 @@ def test_a_step_of_captured_graphs_has_the_time_of_these_graphs(monkeypatch, rep
     decoded = side.decode(1, 6, 0)
     assert decoded["ms"] == 1.0 + 2.0 * replays
     assert decoded.get("graph_ms") == found
+
+
+def test_engines_are_timed_on_the_same_core():
+    cores = os.sched_getaffinity(0)
+    before, after = At(enable_timing=True), At(enable_timing=True)
+    seen = []
+
+    class Steps(engine.Engine):
+        model = outputs = None
+
+        def generate(self, *args, **kwargs):
+            seen.append(os.sched_getaffinity(0))
+            for event in (before, after):
+                event.record()
+            self.step_ms += [(before, after)] * 4
+            return [], 1.0
+
+    side = Steps()
+    side.prefill(10, 0)
+    side.decode(1, 4, 0)
+    assert seen == [{max(cores)}] * 2
+    assert os.sched_getaffinity(0) == cores
 
 
 class Texts:

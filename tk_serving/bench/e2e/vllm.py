@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from tk_serving.bench.e2e import host
-from tk_serving.bench.e2e.engine import Engine, by_step, time_graphs, timed
+from tk_serving.bench.e2e.engine import Engine, by_step, on_one_core, time_graphs, timed
 
 
 class Vllm(Engine):
@@ -151,7 +151,7 @@ class Vllm(Engine):
                 str(written),
             ]
             args = parser.parse_args([*own, *arguments])
-            with mock.patch.object(module, "get_requests", as_tokens) if get_requests else nullcontext():
+            with on_one_core(), mock.patch.object(module, "get_requests", as_tokens) if get_requests else nullcontext():
                 module.main(args)
             return json.loads(written.read_text())
 
