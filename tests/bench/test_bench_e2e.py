@@ -291,26 +291,62 @@ def test_a_step_of_captured_graphs_has_the_time_of_these_graphs(monkeypatch, rep
     assert decoded.get("graph_ms") == found
 
 
-def test_engines_are_timed_on_the_same_core():
+def test_engines_are_timed_on_the_same_core_with_the_same_texts():
     cores = os.sched_getaffinity(0)
     before, after = At(enable_timing=True), At(enable_timing=True)
-    seen = []
+    seen, texts = [], []
 
     class Steps(engine.Engine):
         model = outputs = None
 
         def generate(self, *args, **kwargs):
             seen.append(os.sched_getaffinity(0))
+            texts.append(kwargs)
             for event in (before, after):
                 event.record()
             self.step_ms += [(before, after)] * 4
             return [], 1.0
 
     side = Steps()
+    side.same_texts = {"replay": True}
     side.prefill(10, 0)
     side.decode(1, 4, 0)
+    assert texts == [{}, {"replay": True}]
     assert seen == [{max(cores)}] * 2
     assert os.sched_getaffinity(0) == cores
+
+
+@pytest.mark.parametrize(
+    ("gpu", "refuses", "more", "replays"),
+    [
+        (True, False, {}, True),
+        (True, True, {}, False),
+        (False, False, {}, False),
+        (True, False, {"speculative_config": {"method": "ngram"}}, False),
+    ],
+)
+def test_texts_are_given_where_vllm_can_do_that(monkeypatch, gpu, refuses, more, replays):
+    from tk_serving.bench.e2e import vllm
+
+    def make(enable_trace_replay=False, **arguments):
+        if enable_trace_replay and refuses:
+            raise ValueError("1 validation error: Value error, trace replay requires Model Runner V2")
+        return {**arguments, "replays": enable_trace_replay}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    llm, found = vllm._with_replay(make, {"model": "m", **more})
+    assert (llm, found) == ({"model": "m", **more, "replays": replays}, replays)
+
+
+def test_what_else_an_engine_refuses_is_not_hidden(monkeypatch):
+    from tk_serving.bench.e2e import vllm
+
+    def make(**arguments):
+        raise ValueError("no memory")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="no memory"):
+        vllm._with_replay(make, {})
 
 
 class Texts:

@@ -6,8 +6,9 @@ import os
 import statistics
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -121,6 +122,9 @@ class Engine(ABC):
 
     plugin = ""
     start_s = 0.0
+    same_texts: Mapping[str, Any] = MappingProxyType({})
+    """For :meth:`generate` where steps of decode are timed: texts go on alike in every engine that can be told how, so
+    that their tokens choose the same experts."""
 
     def __init__(self) -> None:
         self.step_ms: list[tuple[Any, Any]] = []
@@ -229,7 +233,7 @@ class Engine(ABC):
         between them. A step also waits for the host, which takes longer than the device where a model has few layers.
         """
         with on_one_core():
-            _, seconds = self.generate(sequences, 32, steps + 1, seed)
+            _, seconds = self.generate(sequences, 32, steps + 1, seed, **self.same_texts)
         ms = self.steps()[-(steps - 2) :]
         found = {"ms": statistics.median(ms), "wall_ms": seconds * 1e3 / (steps + 1)}
         graphs = self.graph_ms[-(steps - 2) :]
@@ -250,12 +254,12 @@ class Engine(ABC):
         if phase == "prefill":
             self.generate(1, size, 1, seed=3)
             return 1
-        self.generate(size, 32, steps + 1, seed=3)
+        self.generate(size, 32, steps + 1, seed=3, **self.same_texts)
         return steps + 1
 
     def state(self) -> dict[str, Any]:
         """Start-up time, memory, sites, counters, and what was compiled here."""
-        return {"start_s": round(self.start_s, 1), **state_here(self.plugin)}
+        return {"start_s": round(self.start_s, 1), "same_texts": bool(self.same_texts), **state_here(self.plugin)}
 
 
 def by_kernel(profiler: Any, times: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import importlib
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,8 @@ class Vllm(Engine):
         self.watch_graphs()
         # The rows of the profiling run say nothing, and comparing so many takes memory.
         with comparing.only([site.name for site in SITES]):
-            self.llm = LLM(**arguments)
+            self.llm, replays = _with_replay(LLM, arguments)
+        self.same_texts = {"replay": True} if replays else {}
         self.start_s = time.perf_counter() - started
         self.folder = settings["folder"]
         self.vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
@@ -96,22 +97,39 @@ class Vllm(Engine):
         torch.cuda.synchronize()
 
     def generate(
-        self, sequences: int, prompt: int, tokens: int, seed: int = 0, logprobs: int | None = None, at_once: int = 0
+        self,
+        sequences: int,
+        prompt: int,
+        tokens: int,
+        seed: int = 0,
+        logprobs: int | None = None,
+        at_once: int = 0,
+        replay: bool = False,
     ) -> Any:
-        """Greedy tokens after random prompts, ``at_once`` or all together; the outputs, and the seconds they took."""
+        """Greedy tokens after random prompts, ``at_once`` or all together; the outputs, and the seconds they took.
+
+        With ``replay`` the texts go on with given tokens, whatever the model says.
+        """
         from vllm import SamplingParams
 
         generator = torch.Generator().manual_seed(seed)
         prompts = torch.randint(2, self.vocabulary, (sequences, prompt), generator=generator).tolist()
-        sampling = SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=logprobs, detokenize=False
-        )
+        given = torch.randint(2, self.vocabulary, (sequences, tokens), generator=generator).tolist()
+        fixed: dict[str, Any] = {
+            "temperature": 0,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "logprobs": logprobs,
+            "detokenize": False,
+        }
+        sampling = [SamplingParams(**fixed, **({"trace_decode_token_ids": text} if replay else {})) for text in given]
         self.begin()
         started = time.perf_counter()
         inputs: Any = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = []
         for i in range(0, sequences, at_once or sequences):
-            outputs += self.llm.generate(inputs[i : i + (at_once or sequences)], sampling, use_tqdm=False)
+            part = slice(i, i + (at_once or sequences))
+            outputs += self.llm.generate(inputs[part], sampling[part], use_tqdm=False)
         self.end()
         return outputs, time.perf_counter() - started
 
@@ -188,6 +206,17 @@ class Vllm(Engine):
         values = {metric.name: getattr(metric, "value", 0) for metric in self.llm.get_metrics()}
         names = {"drafted": "vllm:spec_decode_num_draft_tokens", "accepted": "vllm:spec_decode_num_accepted_tokens"}
         return {short: values.get(name, 0) for short, name in names.items()}
+
+
+def _with_replay(make: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, bool]:
+    """The engine, and whether its texts can be given: vLLM's newer model runner can do that, without drafts."""
+    if "speculative_config" not in arguments and torch.cuda.is_available():
+        try:
+            return make(**arguments, enable_trace_replay=True), True
+        except ValueError as refusal:
+            if "trace replay" not in str(refusal):
+                raise
+    return make(**arguments), False
 
 
 def _answers(outputs: Any) -> dict[str, Any]:
