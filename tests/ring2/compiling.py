@@ -30,7 +30,8 @@ _DECLARATION = re.compile(
     r"(?:(?:alignas|__align__)\(\d+\) |extern |__shared__ |signed |unsigned )*[\w:<>*]+ \w+(?:\[\d*\])?"
     r"(?: = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ \d+\)\))?;"
 )
-_WAIT = re.compile(r"cudaGridDependencySynchronize\(\);\s*cudaTriggerProgrammaticLaunchCompletion\(\);")
+_WAIT = "cudaGridDependencySynchronize();"
+_TRIGGER = "cudaTriggerProgrammaticLaunchCompletion();"
 _PTXAS = re.compile(
     r"Function properties for (\w+)\s*\n\D*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 )
@@ -51,7 +52,7 @@ def production_launches(op: Operator) -> list[Launch]:
 
 def measure(launches: Sequence[Launch], arch: str) -> dict[str, dict]:
     """For each launch: atomics that the builder wrote and that the CUDA has, what comes before the wait for earlier
-    launches, bytes of stack frame and of spills.
+    launches and where the trigger for the next belongs, bytes of stack frame and of spills.
 
     Raises:
         AssertionError: a kernel does not compile; the message is the compiler's.
@@ -61,7 +62,8 @@ def measure(launches: Sequence[Launch], arch: str) -> dict[str, dict]:
         prim_func = kernels.built(launch)
         texts[str(launch)] = cuda = source.generate(prim_func, arch).cuda
         counts = {"written": count_atomics(prim_func.script()), "generated": count_atomics(cuda)}
-        found[str(launch)] = {**counts, "early": before_wait(cuda) if launch.pdl else []}
+        early = {"before_wait": before_wait(cuda), "triggers": misplaced_triggers(cuda, launch.trigger_last)}
+        found[str(launch)] = {**counts, **(early if launch.pdl else {key: [] for key in early})}
     resources = _compile(texts, arch)
     return {name: found[name] | resources[name] for name in texts}
 
@@ -72,11 +74,23 @@ def count_atomics(text: str) -> int:
 
 
 def before_wait(cuda: str) -> list[str]:
-    """Statements of the kernels that stand before the wait, behind which the trigger is, and are no declarations."""
-    bodies = [part for part in cuda.split('extern "C" __global__')[1:] if "{" in part]
-    heads = [_WAIT.split(body[body.index("{") + 1 :], maxsplit=1)[0] for body in bodies]
-    lines = [line.strip() for head in heads for line in head.splitlines() if line.strip()]
+    """Statements of the kernels that stand before the wait and are no declarations."""
+    lines = [line.strip() for body in _bodies(cuda) for line in body.split(_WAIT)[0].splitlines() if line.strip()]
     return [line for line in lines if not _DECLARATION.fullmatch(line)]
+
+
+def misplaced_triggers(cuda: str, last: bool) -> list[str]:
+    """What stands where the one trigger of a kernel belongs: right behind its wait, or at its end (``last``)."""
+    places = [body[: body.rindex("}")] if last else body.partition(_WAIT)[2] for body in _bodies(cuda)]
+    lines = [[line.strip() for line in place.splitlines() if line.strip()] for place in places]
+    found = [one[-1 if last else 0] if one else "" for one in lines]
+    more = [f"{n} triggers" for body in _bodies(cuda) if (n := body.count(_TRIGGER)) != 1]
+    return more + [line for line in found if line != _TRIGGER]
+
+
+def _bodies(cuda: str) -> list[str]:
+    """The kernels of a text, each from behind its opening brace."""
+    return [part[part.index("{") + 1 :] for part in cuda.split('extern "C" __global__')[1:] if "{" in part]
 
 
 def _compile(texts: dict[str, str], arch: str) -> dict[str, dict]:

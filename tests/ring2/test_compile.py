@@ -4,7 +4,15 @@ waits for the launches before it first of all."""
 import pytest
 import tilelang
 import tilelang.language as T  # noqa: N812  the custom of TileLang
-from compiling import before_wait, case_launches, count_atomics, local_memory_reason, measure, production_launches
+from compiling import (
+    before_wait,
+    case_launches,
+    count_atomics,
+    local_memory_reason,
+    measure,
+    misplaced_triggers,
+    production_launches,
+)
 
 from tk_serving.compile.targets import ARCHS
 from tk_serving.environment import nvcc
@@ -25,8 +33,10 @@ def test_compiles(op, arch):
     if not launches:
         pytest.skip(f"no kernel of {op.name} is for {arch}")
     measured = measure(launches, arch)
-    early = {name: found["early"] for name, found in measured.items() if found["early"]}
+    early = {name: found["before_wait"] for name, found in measured.items() if found["before_wait"]}
     assert not early, f"a kernel works before the launches before it have ended: {early}"
+    triggers = {name: found["triggers"] for name, found in measured.items() if found["triggers"]}
+    assert not triggers, f"a kernel lets the next one begin elsewhere than its launch says: {triggers}"
     # TileLang 0.1.12 repeats an atomic where its returned value is used twice.
     repeated = {name: found for name, found in measured.items() if found["generated"] > found["written"]}
     assert not repeated, f"more atomics in the CUDA than written: {repeated}"
@@ -63,9 +73,19 @@ def test_repeated_atomic_is_counted(stored):
     assert (count_atomics(positions.script()), count_atomics(generated)) == (1, 2 if repeats else 1)
 
 
+WAIT, TRIGGER = "cudaGridDependencySynchronize();", "cudaTriggerProgrammaticLaunchCompletion();"
+KERNEL = 'extern "C" __global__ void k(float* x) {\n  float one[1];\n  %s\n  x[0] = one[0];\n%s}\n'
+
+
 def test_an_access_before_the_wait_is_found():
-    kernel = 'extern "C" __global__ void k(float* x) {\n  float one[1];\n  %s\n  x[0] = one[0];\n}\n'
-    wait = "cudaGridDependencySynchronize();\n  cudaTriggerProgrammaticLaunchCompletion();"
-    assert before_wait(kernel % wait) == []
-    assert before_wait(kernel % f"one[0] = x[1];\n  {wait}") == ["one[0] = x[1];"]
-    assert before_wait(kernel % "") == ["x[0] = one[0];", "}"]
+    assert before_wait(KERNEL % (WAIT, "")) == []
+    assert before_wait(KERNEL % (f"one[0] = x[1];\n  {WAIT}", "")) == ["one[0] = x[1];"]
+    assert before_wait(KERNEL % ("", "")) == ["x[0] = one[0];", "}"]
+
+
+def test_a_trigger_elsewhere_than_the_launch_says_is_found():
+    at_once, at_end = KERNEL % (f"{WAIT}\n  {TRIGGER}", ""), KERNEL % (WAIT, f"  {TRIGGER}\n")
+    assert misplaced_triggers(at_once, last=False) == misplaced_triggers(at_end, last=True) == []
+    assert misplaced_triggers(at_end, last=False) == misplaced_triggers(at_once, last=True) == ["x[0] = one[0];"]
+    assert misplaced_triggers(KERNEL % (f"{WAIT}\n  {TRIGGER}", f"  {TRIGGER}\n"), last=True) == ["2 triggers"]
+    assert misplaced_triggers(KERNEL % (WAIT, ""), last=True) == ["0 triggers", "x[0] = one[0];"]
