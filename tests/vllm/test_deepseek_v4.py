@@ -3,21 +3,14 @@
 The model is tiny; operators that vLLM's CPU build has for AVX-512 only come from v4_on_cpu.py.
 """
 
-import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from vllm_process import v4_result
 
 from tk_serving.bench.e2e import alternate
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 
-HERE = Path(__file__).parent
 LIMIT = 5e-2  # of log-probabilities; bf16 rounds in other places
 SITES = {
     "mhc_pre_fused": "mhc-pre",
@@ -32,25 +25,7 @@ EXPERTS = {"get_fused_mapping", "expand_to_fused", "swiglu_forward", "reduce_fus
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("v4")
-    shutil.copy(HERE / "tiny_v4.json", folder / "config.json")
-    (folder / "generation_config.json").write_text("{}")
-    done = subprocess.run(
-        [sys.executable, str(HERE / "v4_engine.py"), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=1400,
-        env={
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-        },
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(line.removeprefix("RESULT "))
+    return v4_result("v4_engine.py", tmp_path_factory.mktemp("v4"), timeout=1400)
 
 
 def apart(ours, theirs):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tk_serving import dispatch, kept
+from tk_serving import dispatch
 from tk_serving.config import settings
 
 pytest.importorskip("vllm")
@@ -22,16 +22,6 @@ from tk_serving_vllm.sites import dense_products
 OPERATOR = "skinny_gemm_fp8"
 FP8 = torch.float8_e4m3fn
 GROUPS, RANK, HEADS, HEAD = 2, 48, 2, 128
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    dispatch.reset_counters()
-    comparing.reset()
-    yield
-    dispatch.reset_counters()
-    comparing.reset()
-    kept.forget()
 
 
 def exact(x, weight):

@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from tk_serving import dispatch, kept
+from tk_serving import dispatch
 from tk_serving.bench import peers
 from tk_serving.config import settings
 from tk_serving.moe import get_block_mapping
@@ -23,16 +23,6 @@ from tk_serving_vllm.sites import expert_blocks
 
 SITE = expert_blocks.SITES[0]
 EXPERTS = 16
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    dispatch.reset_counters()
-    comparing.reset()
-    yield
-    dispatch.reset_counters()
-    comparing.reset()
-    kept.forget()
 
 
 @pytest.fixture

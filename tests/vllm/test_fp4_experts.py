@@ -106,12 +106,9 @@ def deep_gemm(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    dispatch.reset_counters()
     fp4_experts._refusal.cache_clear()
     monkeypatch.setattr(settings, "experts", "upcast")
     monkeypatch.setattr(settings, "experts_min_tokens", 3)
-    yield
-    dispatch.reset_counters()
 
 
 def loaded(found=None, **differences):

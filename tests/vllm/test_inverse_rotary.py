@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 
-from tk_serving import dispatch, kept
+from tk_serving import dispatch
 from tk_serving.config import settings
 
 pytest.importorskip("vllm")
@@ -19,16 +19,6 @@ from tk_serving_vllm.sites import inverse_rotary
 OPERATOR = "apply_rotary_and_per_token_cast"
 GROUPS, HEADS, NOPE, ROPE = 2, 3, 192, 64
 ROWS = 40
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    dispatch.reset_counters()
-    comparing.reset()
-    yield
-    dispatch.reset_counters()
-    comparing.reset()
-    kept.forget()
 
 
 def theirs(o, positions, cache, out, scale, num_tokens, *, nope_dim, half_rope, quant_group_size, fp8_max, **rest):

@@ -1,12 +1,10 @@
 """The plugin in a real engine, offline: several engines one after the other in one process."""
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
+import vllm_process
 
 from tk_serving.demo import LIMIT, checkpoint
 from tk_serving.demo.engines.vllm import EXPECTED
@@ -45,23 +43,8 @@ ON = {"kernel_backend": "tilekernels"}
 
 
 def engines(model, runs, **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), str(model), json.dumps(runs)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env={
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            **environment,
-        },
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(line.removeprefix("RESULT "))
+    script = textwrap.dedent(SCRIPT)
+    return vllm_process.result("-c", script, str(model), json.dumps(runs), timeout=500, **environment)
 
 
 @pytest.fixture(scope="module")

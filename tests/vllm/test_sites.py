@@ -17,13 +17,6 @@ from tk_serving_patches import Ledger, Override
 from tk_serving_vllm.sites import SITES, routed_experts, routed_experts_deepgemm, routed_experts_triton, routing, swiglu
 
 
-@pytest.fixture(autouse=True)
-def _counted():
-    dispatch.reset_counters()
-    yield
-    dispatch.reset_counters()
-
-
 @pytest.fixture
 def applied():
     """Apply a site for the length of a test."""

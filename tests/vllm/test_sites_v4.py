@@ -32,11 +32,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
     monkeypatch.setattr(_linear, "_packed", lambda: False)
-    dispatch.reset_counters()
     _handed_over.forget()
     yield
     _handed_over.forget()
-    dispatch.reset_counters()
 
 
 def reasons():

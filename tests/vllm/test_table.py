@@ -106,7 +106,6 @@ def test_a_call_that_the_table_leaves_to_vllm_is_counted_with_the_reason(measure
     from tk_serving.moe.topk_gate import topk_gate
 
     measured(s=[[1, 0.5]])
-    dispatch.reset_counters()
     assert not _calls.offer("s", 2, topk_gate, torch.zeros(2, 8), 2)
     assert _calls.offer("t", 2, topk_gate, torch.zeros(2, 8), 2)
     (counted,) = dispatch.counters()

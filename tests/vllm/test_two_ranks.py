@@ -1,20 +1,15 @@
 """Tensor parallelism: vLLM's CPU engine with two worker processes, and ranks that share one GPU."""
 
-import json
 import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from vllm_process import v4_result
 
 from tk_serving.bench.e2e import alternate
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-HERE = Path(__file__).parent
 OPERATORS = {
     "mhc_pre_fused",
     "mhc_post",
@@ -30,28 +25,14 @@ SITES = {"mhc-pre", "mhc-post", "mhc-head", "routing", "swiglu-clamp"}
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("v4")
-    shutil.copy(HERE / "tiny_v4.json", folder / "config.json")
-    (folder / "generation_config.json").write_text("{}")
-    done = subprocess.run(
-        [sys.executable, str(HERE / "v4_two_ranks.py"), str(folder)],
-        capture_output=True,
-        text=True,
+    return v4_result(
+        "v4_two_ranks.py",
+        tmp_path_factory.mktemp("v4"),
         timeout=800,
-        env={
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_NO_USAGE_STATS": "1",
-        },
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        OMP_NUM_THREADS="1",
+        VLLM_HOST_IP="127.0.0.1",
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(line.removeprefix("RESULT "))
 
 
 def test_the_output_is_the_engines(result):
