@@ -79,7 +79,7 @@ def test_the_benchmark_runs_the_engine_and_names_no_site_that_deviates(tmp_path)
     for text, positions in zip(tokens, logprobs, strict=True):
         assert [int(max(at, key=at.get)) for at in positions] == text
     assert told["prefill"]["ms"] > 0
-    assert 0 < told["decode"]["ms"] < told["decode"]["wall_ms"] * 2
+    assert 0 < told["decode"]["ms"] < told["decode"]["wall_ms"] * 4  # one step of all
     assert {row["site"] for row in told["sites"]["rows"]} == {"routing", "routed-experts", "swiglu"}
     assert told["sites"]["first"] is None, told["sites"]["rows"]
     assert {row["operator"] for row in told["counters"]} >= set(engine.EXPECTED["cpu"])
