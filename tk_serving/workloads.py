@@ -6,6 +6,7 @@ Shapes are the published configurations of the checkpoints, under the checkpoint
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,14 +33,19 @@ class Model:
     hc_mult: int = 0
     n_shared_experts: int = 1
     quant_group: int = 128
+    num_attention_heads: int = 128
+    q_lora_rank: int = 1536
+    o_groups: int = 0
     vocab_size: int = 129280
 
 
+_V4 = functools.partial(Model, scoring_func="sqrtsoftplus", swiglu_limit=10.0, hc_mult=4)
+
 MODELS = (
     Model("deepseek-v3", "v3", 7168, 256, 8, 2048, 2.5, "sigmoid", n_group=8, topk_group=4),
-    Model("v4-flash", "v4-flash", 4096, 256, 6, 2048, 1.5, "sqrtsoftplus", swiglu_limit=10.0, hc_mult=4),
-    Model("v4-pro", "v4-pro", 7168, 384, 6, 3072, 2.5, "sqrtsoftplus", swiglu_limit=10.0, hc_mult=4),
-    Model("v4.1", "v4.1", 5120, 384, 6, 2304, 1.5, "sqrtsoftplus", swiglu_limit=10.0, hc_mult=4, quant_group=32),
+    _V4("v4-flash", "v4-flash", 4096, 256, 6, 2048, 1.5, num_attention_heads=64, q_lora_rank=1024, o_groups=8),
+    _V4("v4-pro", "v4-pro", 7168, 384, 6, 3072, 2.5, o_groups=16),
+    _V4("v4.1", "v4.1", 5120, 384, 6, 2304, 1.5, quant_group=32, num_attention_heads=64),
 )
 
 PHASES = {"decode": (1, 8, 64), "prefill": (512, 4096, 8192)}
@@ -129,8 +135,17 @@ class Maker:
             return torch.empty(shape, dtype=dtype, device="meta")
         return self.place(torch.randint(low, high, shape, generator=self._generator, device=self.device).to(dtype))
 
-    def topk_ids(self, tokens: int, experts: int, topk: int) -> Tensor:
-        """int64 [tokens, topk]: distinct expert ids in each row, as a router gives them."""
+    def topk_ids(self, tokens: int, experts: int, topk: int, kind: str = "distinct") -> Tensor:
+        """int64 [tokens, topk] expert ids.
+
+        Args:
+            kind: ``distinct`` in each row, as a router gives them; the same ``one`` everywhere; or ``any``, repeated
+                and out of range as well.
+        """
+        if kind == "one":
+            return self.randint(experts - 1, experts, tokens, topk)
+        if kind == "any":
+            return self.randint(-3, experts + 3, tokens, topk)
         if self._generator is None:
             return torch.empty(tokens, topk, dtype=torch.int64, device="meta")
         return self.place(self.rand(tokens, experts).argsort(dim=1)[:, :topk].contiguous())

@@ -120,16 +120,16 @@ def _linears(model: Model) -> Iterator[tuple[str, int, int, int]]:
     hidden, shared = model.hidden_size, model.n_shared_experts * model.moe_intermediate_size
     if model.quant_group != GROUP:
         return
+    heads, q_rank, groups = model.num_attention_heads, model.q_lora_rank, model.o_groups
     if model.hc_mult:
-        heads, q_rank, o_groups = {4096: (64, 1024, 8), 7168: (128, 1536, 16)}[hidden]
         yield "wqa-wkv", q_rank + 512, hidden, 0
         yield "wq-b", heads * 512, q_rank, 0
-        yield "wo-a", 1024, heads * 512 // o_groups, o_groups
-        yield "wo-b", hidden, 1024 * o_groups, 0
+        yield "wo-a", 1024, heads * 512 // groups, groups
+        yield "wo-b", hidden, 1024 * groups, 0
     else:
-        yield "qkv-a", 1536 + 576, hidden, 0
-        yield "q-b", 128 * 192, 1536, 0
-        yield "o", hidden, 128 * 128, 0
+        yield "qkv-a", q_rank + 576, hidden, 0
+        yield "q-b", heads * 192, q_rank, 0
+        yield "o", hidden, heads * 128, 0
     yield "gate-up", 2 * shared, hidden, 0
     yield "down", hidden, shared, 0
 

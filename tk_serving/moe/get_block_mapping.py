@@ -84,12 +84,7 @@ def _inputs(
     dtype: str = "int32",
     ranks: int = 0,
 ) -> tuple:
-    if ids == "distinct":
-        idx = make.topk_ids(tokens, experts, topk)
-    elif ids == "one":
-        idx = make.randint(experts - 1, experts, tokens, topk)
-    else:
-        idx = make.randint(-3, experts + 3, tokens, topk)
+    idx = make.topk_ids(tokens, experts, topk, ids)
     local = None
     if ranks:  # every so-manieth expert is this rank's
         number = torch.arange(experts)

@@ -122,12 +122,7 @@ def _inputs(
     ids: str = "distinct",
     dtype: str = "int64",
 ) -> tuple:
-    if ids == "distinct":
-        idx = make.topk_ids(tokens, experts, topk)
-    elif ids == "one":
-        idx = make.randint(experts - 1, experts, tokens, topk)
-    else:
-        idx = make.randint(-3, experts + 3, tokens, topk)
+    idx = make.topk_ids(tokens, experts, topk, ids)
     rows = capacity(tokens * topk, experts, alignment) if rows is None else rows
     return idx.to(getattr(torch, dtype)), experts, rows, alignment, True
 

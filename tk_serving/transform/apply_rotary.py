@@ -130,7 +130,7 @@ def _inputs(
     ],
     workloads=serving(
         lambda m: {
-            "heads": 128 if m.hidden_size == 7168 else 64,
+            "heads": m.num_attention_heads,
             "rot": 64,
             "head_dim": 192,
             "key_heads": 1,

@@ -109,8 +109,7 @@ def _v4(model: Model) -> dict[str, object] | None:
     """The attention's result, before the first of two output projections."""
     if model.hc_mult == 0 or model.quant_group != GROUP:
         return None
-    heads = 128 if model.hidden_size == 7168 else 64
-    return {"heads": heads, "num_groups": heads // 8}
+    return {"heads": model.num_attention_heads, "num_groups": model.o_groups}
 
 
 @operator(

@@ -53,10 +53,8 @@ from tk_serving.environment import revision
 RESTS = 10  # points at which the server is let run empty
 ALLOWED_RATE = 1.0  # MiB a minute
 ALLOWED_MIB = 64.0  # of what tensors take
-ALLOWED_PERCENT = {
-    "device_mib": 4.0,
-    "host_mib": 2.0,
-}  # of what is reserved: three segments of V4-Flash's largest steps
+ALLOWED_PERCENT = {"device_mib": 4.0, "host_mib": 2.0}
+"""Of what is reserved (three segments of V4-Flash's largest steps) and of what the host has."""
 ALLOWED_SHARE, FEW_CALLS = 0.1, 100  # by how much operators' calls may grow apart, of those that are not rare
 
 

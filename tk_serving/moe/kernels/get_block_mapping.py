@@ -11,7 +11,7 @@ barrier, and then the pairs.
 import tilelang.language as T
 
 from tk_serving.moe.get_block_mapping import FEW_PAIRS, THREADS
-from tk_serving.moe.kernels.warp import ballot, popcount
+from tk_serving.moe.kernels.warp import ballot, below, exclusive_scan, popcount
 
 WARP = 32
 
@@ -41,11 +41,6 @@ def clear(sorted_ids, expert_ids, rows, blocks, block, part, pairs, thread, thre
         while row[0] < blocks:
             expert_ids[row[0]] = 0
             row[0] = row[0] + threads
-
-
-def before(lane):
-    """The lanes below this one."""
-    return (T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1)
 
 
 @T.macro
@@ -102,7 +97,7 @@ def few(num_experts: int, ids_dtype: str, mapped: bool):
             # Blocks of rows of this pair's expert, counted at its first pair; of smaller experts; and of all.
             compare(expert, bits, same, smaller)
             taken[0] = 0
-            if expert[0] < num_experts and (same[0] & before(lane)) == T.uint32(0):
+            if expert[0] < num_experts and (same[0] & below(lane)) == T.uint32(0):
                 taken[0] = T.truncdiv(popcount(same[0]) + block_size - 1, block_size)
             first[0] = 0
             all[0] = 0
@@ -112,7 +107,7 @@ def few(num_experts: int, ids_dtype: str, mapped: bool):
                 all[0] = all[0] + (popcount(vote[0]) << bit)
             T.sync_threads()
             if thread < WARP and expert[0] < num_experts:
-                row[0] = first[0] * block_size + popcount(same[0] & before(lane))
+                row[0] = first[0] * block_size + popcount(same[0] & below(lane))
                 if row[0] >= block * part and row[0] < (block + 1) * part:
                     sorted_ids[row[0]] = lane
                 if block == 0:
@@ -157,7 +152,7 @@ def build(num_experts: int, ids_dtype: str, mapped: bool):
             same = T.alloc_local((1,), "uint32")
             smaller = T.alloc_local((1,), "uint32")
             taken = T.alloc_local((each,), "int32")
-            sum = T.alloc_local((3,), "int32")
+            sum = T.alloc_local((2,), "int32")
             row = T.alloc_local((2,), "int32")
             id[0] = T.int64(-1)
             if thread < pairs:
@@ -171,7 +166,7 @@ def build(num_experts: int, ids_dtype: str, mapped: bool):
             expert_of(id, experts, num_experts, mapped, expert)
             compare(expert, bits, same, smaller)
             T.sync_threads()
-            if expert[0] < num_experts and (same[0] & before(lane)) == T.uint32(0):
+            if expert[0] < num_experts and (same[0] & below(lane)) == T.uint32(0):
                 place[warp * entries + expert[0]] = popcount(same[0])
             T.sync_threads()
 
@@ -184,20 +179,7 @@ def build(num_experts: int, ids_dtype: str, mapped: bool):
                         taken[i] = taken[i] + place[w * entries + thread * each + i]
                     taken[i] = T.truncdiv(taken[i] + block_size - 1, block_size)
                 sum[0] = sum[0] + taken[i]
-            sum[1] = sum[0]
-            for step in T.unroll(5):
-                sum[2] = T.shfl_up(sum[1], 1 << step)
-                if lane >= 1 << step:
-                    sum[1] = sum[1] + sum[2]
-            if lane == WARP - 1:
-                warp_sums[warp] = sum[1]
-            T.sync_threads()
-            sum[0] = sum[1] - sum[0]
-            sum[1] = 0
-            for w in T.unroll(warps):
-                if w < warp:
-                    sum[0] = sum[0] + warp_sums[w]
-                sum[1] = sum[1] + warp_sums[w]
+            exclusive_scan(sum, warp_sums, thread, warps)
             for i in T.unroll(each):
                 if thread * each + i < num_experts:
                     row[0] = sum[0] * block_size
@@ -211,7 +193,7 @@ def build(num_experts: int, ids_dtype: str, mapped: bool):
                 sum[0] = sum[0] + taken[i]
             T.sync_threads()
             if expert[0] < num_experts:
-                row[0] = place[warp * entries + expert[0]] + popcount(same[0] & before(lane))
+                row[0] = place[warp * entries + expert[0]] + popcount(same[0] & below(lane))
                 if row[0] >= block * part and row[0] < (block + 1) * part:
                     sorted_ids[row[0]] = thread
             if block == 0 and thread == 0:

@@ -10,7 +10,7 @@ or on their schedule.
 import tilelang.language as T
 
 from tk_serving.moe.kernels.group_count import BATCH, THREADS, read_id
-from tk_serving.moe.kernels.warp import ballot, popcount
+from tk_serving.moe.kernels.warp import ballot, below, exclusive_scan, popcount
 
 WARPS = THREADS // 32
 SECTIONS_AT_ONCE = 16
@@ -76,26 +76,6 @@ def build(num_experts: int, num_topk: int, counted: bool, ids_dtype: str):
 
     def steps(part):
         return T.truncdiv(part, 32) if counted else 1
-
-    @T.macro
-    def exclusive_scan(value, warp_sums, thread):
-        """value[0] becomes the sum of the values of all earlier threads; value[1] the sum of all."""
-        lane = thread % 32
-        sums = T.alloc_local((2,), "int32")
-        sums[0] = value[0]
-        for step in T.unroll(5):
-            sums[1] = T.shfl_up(sums[0], 1 << step)
-            if lane >= 1 << step:
-                sums[0] = sums[0] + sums[1]
-        if lane == 31:
-            warp_sums[thread // 32] = sums[0]
-        T.sync_threads()
-        value[0] = sums[0] - value[0]
-        value[1] = 0
-        for w in T.unroll(WARPS):
-            if w < thread // 32:
-                value[0] = value[0] + warp_sums[w]
-            value[1] = value[1] + warp_sums[w]
 
     @T.prim_func
     def get_fused_mapping(
@@ -184,7 +164,7 @@ def build(num_experts: int, num_topk: int, counted: bool, ids_dtype: str):
                 e = thread * each + i
                 if e < num_experts:
                     sum[0] = sum[0] + rounded_up(total[e], alignment)
-            exclusive_scan(sum, warp_sums, thread)
+            exclusive_scan(sum, warp_sums, thread, WARPS)
             for i in T.unroll(each):
                 e = thread * each + i
                 if e < num_experts:
@@ -211,7 +191,7 @@ def build(num_experts: int, num_topk: int, counted: bool, ids_dtype: str):
                 for bit in T.unroll(bits):
                     vote[0] = ballot((own[0] >> bit) & 1)
                     same[0] = same[0] & T.if_then_else((own[0] >> bit) & 1 != 0, vote[0], ~vote[0])
-                rank[0] = popcount(same[0] & ((T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1)))
+                rank[0] = popcount(same[0] & below(lane))
                 position[0] = place[warp, own[0]] + rank[0]
                 T.sync_warp()
                 if rank[0] == 0:
